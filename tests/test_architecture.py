@@ -415,6 +415,7 @@ ASKS_WHO_IT_IS = {
     "petatron/mesh/launch/local_launcher.py": "so that ranks can notice that their launcher is gone",
     "petatron/mesh/launch/rendezvous_store_server.py": "so that the server can notice that rank 0 is gone",
     "petatron/mesh/launch/environment.py": "so that a rank tells what it has joined from what its parent has",
+    "petatron/posttrain/environments/environment_process.py": "so that rank 0 can end an episode",
 }
 REMOVES_TREES = ("rmtree", "rmdir", "removedirs")
 WRITES = ("write_text", "write_bytes", "save_file", "mkstemp", "mktemp", "NamedTemporaryFile")

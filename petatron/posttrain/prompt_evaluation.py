@@ -9,10 +9,8 @@ from collections.abc import Sequence
 from petatron.config.schema.rollout import RolloutConfig
 from petatron.evaluate.confidence_interval import Estimate, ratio_estimate
 from petatron.evaluate.eval_task import TaskResult
-from petatron.mesh.json_collectives import broadcast_json
-from petatron.mesh.mesh import ParallelMesh
 from petatron.posttrain.prompts import PromptSet
-from petatron.posttrain.rewards.reward_sum import RewardSum
+from petatron.posttrain.rewards.rollout_rewards import RolloutRewards
 from petatron.posttrain.rollout_sampler import PromptGroup, RolloutSampler
 from petatron.train.report.task_evaluation import TaskEvaluation
 from petatron.train.stop_monitor import EvaluationStopCheck
@@ -26,14 +24,13 @@ class PromptEvaluator:
     def __init__(
         self,
         settings: RolloutConfig,
-        mesh: ParallelMesh,
         prompts: PromptSet,
         sampler: RolloutSampler,
-        rewards: RewardSum,
+        rewards: RolloutRewards,
         *,
         interval: int | None,
     ) -> None:
-        self._settings, self._mesh, self._prompts = settings, mesh, prompts
+        self._settings, self._prompts = settings, prompts
         self._sampler, self._rewards, self._interval = sampler, rewards, interval
         self._done: int | None = None
 
@@ -49,20 +46,14 @@ class PromptEvaluator:
             return TaskEvaluation(interrupted=LABEL, stop_reason=reason)
         began = time.perf_counter()
         groups = [PromptGroup(prompt, number, number) for number, prompt in enumerate(self._prompts.prompts)]
-        rewards = self._rewarded(self._sampler.evaluate(groups))
+        answers = self._rewards.of(self._sampler.evaluate(groups), self._prompts)
+        rewards = [
+            [None if math.isnan(answer.reward) else answer.reward for answer in of_prompt] for of_prompt in answers
+        ]
         self._done = iteration
         metrics, counts = summarize(rewards, correct_reward=self._settings.correct_reward)
         result = TaskResult(metrics=metrics, counts=counts, seconds=time.perf_counter() - began)
         return TaskEvaluation({LABEL: result})
-
-    def _rewarded(self, texts: list[list[str]]) -> list[list[float | None]]:
-        """Returns the reward of each answer, None for one without."""
-        rewards: list[float | None] = []
-        if self._mesh.world.rank == 0:
-            pairs = [(text, prompt.record) for prompt, answers in zip(self._prompts.prompts, texts) for text in answers]
-            rewards = [None if math.isnan(answer.reward) else answer.reward for answer in self._rewards.of(pairs)]
-        remaining = iter(broadcast_json(rewards, self._mesh.control))
-        return [[next(remaining) for _ in answers] for answers in texts]
 
 
 def summarize(

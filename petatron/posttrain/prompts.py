@@ -30,11 +30,12 @@ PROMPT_KEY = "prompt"
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """ids: as the model reads it. record: the whole line, which rewards read. text: as a reader sees it."""
+    """ids: as the model reads it. record: the whole line, which rewards read. text: as a reader sees it. messages: None of a plain text."""
 
     ids: tuple[int, ...]
     record: Mapping[str, Any]
     text: str
+    messages: tuple[Mapping[str, Any], ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +50,18 @@ class PromptSet:
 
 
 def read_prompt_files(
-    paths: Sequence[str], encoder: PromptEncoder, *, chat: bool | None, max_ids: int, flag: str = "--rollout-prompts"
+    paths: Sequence[str],
+    encoder: PromptEncoder,
+    *,
+    chat: bool | None,
+    max_ids: int,
+    flag: str = "--rollout-prompts",
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> PromptSet:
     """Returns the prompts of some files; raises `DataError` with the first problems.
 
     chat: whether texts become a user's message; None: they do not. max_ids: the longest prompt that leaves room for an answer.
+    tools: those that the template tells the model of.
     """
     prompts: list[Prompt] = []
     problems: list[str] = []
@@ -62,7 +70,7 @@ def read_prompt_files(
         with reading_untrusted(path, data_file_error):
             for number, line in numbered_lines(path, max_line_bytes=MAX_LINE_BYTES):
                 try:
-                    prompts.append(_read_prompt(parse_record(line), encoder, chat=chat, max_ids=max_ids))
+                    prompts.append(_read_prompt(parse_record(line), encoder, tools, chat=chat, max_ids=max_ids))
                 except (ValueError, RecursionError, DataError) as error:
                     problems.append(f"{flag} {path}, line {number}: {error}")
                 if len(problems) >= _MAX_PROBLEMS:
@@ -76,7 +84,9 @@ def read_prompt_files(
     return PromptSet(tuple(prompts), fingerprint({"kind": "prompts", "ids": [prompt.ids for prompt in prompts]}))
 
 
-def _read_prompt(record: object, encoder: PromptEncoder, *, chat: bool | None, max_ids: int) -> Prompt:
+def _read_prompt(
+    record: object, encoder: PromptEncoder, tools: Sequence[Mapping[str, Any]], *, chat: bool | None, max_ids: int
+) -> Prompt:
     if not isinstance(record, dict):
         raise ValueError(
             f"a JSON {type(record).__name__}, not an object. Write an object with {PROMPT_KEY!r} in each line"
@@ -91,7 +101,7 @@ def _read_prompt(record: object, encoder: PromptEncoder, *, chat: bool | None, m
     else:
         present = ", ".join(printable(str(name), max_chars=40) for name in sorted(record)[:8]) or "none"
         raise ValueError(f"no {PROMPT_KEY!r} with a text or a list of messages; its keys: {present}")
-    ids = encoder.encode(str(value)) if messages is None else encoder.encode_messages(messages)
+    ids = encoder.encode(str(value)) if messages is None else encoder.encode_messages(messages, tools=tools or None)
     if not ids:
         raise ValueError("the prompt has no tokens")
     if len(ids) > max_ids:
@@ -100,4 +110,5 @@ def _read_prompt(record: object, encoder: PromptEncoder, *, chat: bool | None, m
             "--seq-length, shorter answers, or leave the line out"
         )
     text = str(value) if messages is None else json.dumps(messages, ensure_ascii=False)
-    return Prompt(tuple(ids), {str(key): content for key, content in record.items()}, text)
+    values = {str(key): content for key, content in record.items()}
+    return Prompt(tuple(ids), values, text, None if messages is None else tuple(messages))

@@ -10,7 +10,6 @@ drawn at once. Both wait in `RolloutState`.
 
 from __future__ import annotations
 
-import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -25,13 +24,12 @@ from petatron.config.rollout_layout import draws_in_place
 from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import epoch_permutation
 from petatron.data.packed_segments import PackedSegment, make_segment_batch, pack_segments, uncounted_like
-from petatron.mesh.json_collectives import broadcast_json
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.models.policy_gradient import DRAWN_LOG_PROBS, OLD_LOG_PROBS
 from petatron.posttrain.advantages import advantages, teaches_nothing
 from petatron.posttrain.prompts import PromptSet
-from petatron.posttrain.rewards.reward_sum import RewardSum
+from petatron.posttrain.rewards.rollout_rewards import RolloutRewards
 from petatron.posttrain.rollout import Rollout
 from petatron.posttrain.rollout_log import RolloutLog
 from petatron.posttrain.rollout_sampler import PromptGroup, RolloutSampler
@@ -41,7 +39,7 @@ _log = get_logger(__name__)
 
 
 class RolloutLoader:
-    """A `StepLoader`. `iteration` returns that of the weights now; `rewards` and `log` are used by rank 0 alone.
+    """A `StepLoader`. `iteration` returns that of the weights now; `log` is used by rank 0 alone.
 
     micro_batch_multiple: of which the number of micro-batches is to be a multiple, as interleaved pipelines need.
     """
@@ -55,7 +53,7 @@ class RolloutLoader:
         mesh: ParallelMesh,
         prompts: PromptSet,
         sampler: RolloutSampler,
-        rewards: RewardSum,
+        rewards: RolloutRewards,
         state: RolloutState,
         log: RolloutLog,
         *,
@@ -112,9 +110,11 @@ class RolloutLoader:
         )
         self._warn_of_failures(judged)
         if self._mesh.world.rank == 0 and iteration % self._run.log.log_interval == 0:
-            text = "answers of iteration %d: %s, %.2f s to draw, %.2f s to reward and write"
+            text = "answers of iteration %d: %s%s, %.2f s to draw, %.2f s to reward and write"
+            mean_turns = sum(rollout.num_turns for rollout in judged) / len(judged)
+            turns = f" of {mean_turns:.1f} turns" if settings.environment is not None else ""
             rest_s = time.perf_counter() - began - drawing_s
-            _log.info(text, iteration + 1, count_with_noun(len(judged), "answer"), drawing_s, rest_s)
+            _log.info(text, iteration + 1, count_with_noun(len(judged), "answer"), turns, drawing_s, rest_s)
         # A step has whole groups where they divide it; which answers share a step changes no advantage.
         return [judged[at : at + answers_per_step] for at in range(0, len(judged), answers_per_step)]
 
@@ -130,22 +130,7 @@ class RolloutLoader:
         began = time.perf_counter()
         drawn = self._sampler.draw(groups, version=iteration)
         seconds = time.perf_counter() - began
-        return self._rewarded(drawn), seconds
-
-    def _rewarded(self, groups: list[list[Rollout]]) -> list[list[Rollout]]:
-        """Returns the answers with their rewards, which rank 0 computes: a function of a user's may answer differently every time."""
-        rollouts = [rollout for group in groups for rollout in group]
-        results: list[tuple[float | None, str | None]] = []
-        if self._mesh.world.rank == 0:
-            texts = [(rollout.text, self._prompts.prompts[rollout.prompt].record) for rollout in rollouts]
-            answers = self._rewards.of(texts)
-            results = [(None if math.isnan(answer.reward) else answer.reward, answer.failure) for answer in answers]
-        results = broadcast_json(results, self._mesh.control)
-        rewarded = iter(
-            rollout.with_reward(math.nan if reward is None else reward, failure)
-            for rollout, (reward, failure) in zip(rollouts, results, strict=True)
-        )
-        return [[next(rewarded) for _ in group] for group in groups]
+        return self._rewards.of(drawn, self._prompts), seconds
 
     def _write(self, iteration: int, rollouts: Sequence[Rollout]) -> None:
         if self._mesh.world.rank == 0:

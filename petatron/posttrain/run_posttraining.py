@@ -13,13 +13,19 @@ from petatron.data.conversations.end_of_turn import end_of_turn_id
 from petatron.data.prompt.prompt_encoder import PromptEncoder
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.stop_ids import find_stop_ids
+from petatron.mesh.mesh import ParallelMesh
 from petatron.models.distillation import Distill
 from petatron.models.objective import build_objective
 from petatron.models.policy_gradient import PolicyGradient
+from petatron.posttrain.environment_turns import EnvironmentTurns
+from petatron.posttrain.environments.environment import EnvironmentProperties
+from petatron.posttrain.environments.environment_pool import EnvironmentPool
+from petatron.posttrain.environments.environment_spec import environment_backend
 from petatron.posttrain.prompt_evaluation import PromptEvaluator
 from petatron.posttrain.prompts import PromptSet, read_prompt_files
 from petatron.posttrain.rewards.reward_spec import RewardSpec, parse_rewards
 from petatron.posttrain.rewards.reward_sum import RewardSum
+from petatron.posttrain.rewards.rollout_rewards import RolloutRewards
 from petatron.posttrain.rollout_engine import RolloutEngine
 from petatron.posttrain.rollout_loader import RolloutLoader
 from petatron.posttrain.rollout_log import RolloutLog
@@ -55,8 +61,14 @@ class RolloutSource:
                 [Problem("--tokenizer-model", "", "is missing: rewards read texts", "Give the model's tokenizer.")]
             )
         self._tokenizer: Tokenizer = tokenizer
-        needed = run.rollout.rewards or not isinstance(build_objective(run), Distill) or run.rollout.eval_prompts
+        self._environment = environment_backend(run.rollout, tokenizer)
+        rewarded = self._environment is not None or isinstance(build_objective(run), Distill)
+        needed = run.rollout.rewards or not rewarded or (run.rollout.eval_prompts and self._environment is None)
         self._rewards: list[RewardSpec] = parse_rewards(run.rollout.rewards) if needed else []
+        self._properties = EnvironmentProperties()
+        if self._environment is not None:
+            self._properties = self._environment.properties
+            self._environment.close()  # rank 0 alone uses it, when it draws
         self._prompts = self._read(run, run.rollout.rollout_prompts, "--rollout-prompts")
         self._held_out = (
             self._read(run, run.rollout.eval_prompts, "--eval-prompts") if run.rollout.eval_prompts else None
@@ -81,9 +93,10 @@ class RolloutSource:
             stop_ids = () if self._tokenizer.eod is None else (self._tokenizer.eod,)
         end_of_turn = end_of_turn_id(self._tokenizer)
         stop_ids = tuple({*stop_ids, *(() if end_of_turn is None else (end_of_turn,))})
-        engine = RolloutEngine(run, state.model, self._tokenizer, iteration=lambda: state.progress.iteration)
-        sampler = RolloutSampler(run, engine, self._tokenizer, stop_ids)
-        rewards = RewardSum(self._rewards, workers=settings.reward_workers, timeout_s=settings.reward_timeout_s)
+engine = RolloutEngine(run, state.model, self._tokenizer, iteration=lambda: state.progress.iteration)
+        sampler = RolloutSampler(run, engine, self._tokenizer, stop_ids, self._open_environment(run, mesh))
+        reward_sum = RewardSum(self._rewards, workers=settings.reward_workers, timeout_s=settings.reward_timeout_s)
+        rewards = RolloutRewards(mesh, reward_sum)
         log = RolloutLog(log_directory(run), gigabytes=settings.rollout_log_gigabytes)
         self._loader = loader = RolloutLoader(
             run,
@@ -99,8 +112,15 @@ class RolloutSource:
         evaluator = None
         if self._held_out is not None:
             interval = settings.eval_rollout_interval or run.train.eval_interval
-            evaluator = PromptEvaluator(settings, mesh, self._held_out, sampler, rewards, interval=interval)
+            evaluator = PromptEvaluator(settings, self._held_out, sampler, rewards, interval=interval)
         return DataLoaders(train=loader, valid={}, test=None), evaluator
+
+    def _open_environment(self, run: RunConfig, mesh: ParallelMesh) -> EnvironmentTurns | None:
+        if self._environment is None:
+            return None
+        pool = EnvironmentPool(self._environment, workers=run.rollout.reward_workers)
+        limits = {"seed": run.train.seed, "max_ids": run.model.seq_length + 1}
+        return EnvironmentTurns(mesh, pool, self._tokenizer, self._properties, **limits)
 
     def _read(self, run: RunConfig, paths: tuple[str, ...], flag: str) -> PromptSet:
         encoder, settings = PromptEncoder(self._tokenizer), run.rollout
@@ -109,4 +129,6 @@ class RolloutSource:
             raise ConfigError([Problem("--rollout-chat", "", rule, "Leave it out: prompts are plain texts then.")])
         # The last id of an answer is no input.
         max_ids = run.model.seq_length + 1 - settings.max_answer_tokens
-        return read_prompt_files(paths, encoder, chat=settings.rollout_chat, max_ids=max_ids, flag=flag)
+        return read_prompt_files(
+            paths, encoder, chat=settings.rollout_chat, max_ids=max_ids, flag=flag, tools=self._properties.tools
+        )

@@ -10,10 +10,10 @@ from typing import Literal
 from petatron.base.errors import Problem, raise_problems
 from petatron.base.loopback_address import is_loopback
 from petatron.data.images.decode_image import HIGHEST_MAX_PIXELS
+from petatron.infer.split_answer_parts import ReasoningFormat, template_reasoning
+from petatron.infer.tool_calls import ToolCallFormat, template_format
 from petatron.mesh.launch.environment import API_KEY_VARIABLE
 from petatron.serve.item_names import ItemNames
-from petatron.serve.split_answer_parts import ReasoningFormat, template_reasoning
-from petatron.serve.tool_calls import ToolCallFormat, template_format
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 8000
 MIN_KEY_LENGTH = 16

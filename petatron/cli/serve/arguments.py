@@ -17,11 +17,11 @@ from petatron.cli.generation.arguments import (
 from petatron.cli.serve.key_file import check_key_file
 from petatron.cli.subcommands.command_parser import WEIGHTS_HELP, CommandParser
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.split_answer_parts import REASONING_FORMATS
+from petatron.infer.tool_calls import TOOL_CALL_FORMATS
 from petatron.mesh.launch.environment import api_key_from_env
 from petatron.serve.item_names import ITEM_NAMES_FLAG
 from petatron.serve.serve_options import BODY_BYTES_WITH_IMAGES, ServeLimits, ServeOptions, flag_of
-from petatron.serve.split_answer_parts import REASONING_FORMATS
-from petatron.serve.tool_calls import TOOL_CALL_FORMATS
 
 _MAX_FILE_BYTES = 1 << 20
 _LIMITS = {

@@ -24,6 +24,11 @@ class RolloutConfig:
     """Files of prompts, a JSON object in each line, with `prompt` (a text or messages) and what rewards read, such as `answer`."""
     rewards: tuple[Annotated[str, _DRAWS], ...] = ()
     """What answers are rewarded for: [WEIGHT*]NAME[:ARGUMENT] or [WEIGHT*]FILE.py:FUNCTION, several are added up."""
+    environment: Annotated[str, _DRAWS] | None = None
+    """What answers to answers, for several turns: FILE.py:CLASS, an object with `reset` and `step` for each episode; tools:FILE.py, whose
+    functions the model may call. Its rewards are added to those of `--rewards`, which are for the last answer."""
+    max_turns: Annotated[PositiveCount, used_with("rollout.environment")] = 8
+    """Answers of an episode at most. --max-answer-tokens holds for each, and --seq-length for all of them with what is between."""
     rollouts_per_prompt: Annotated[SmallCount, "at least 2", _DRAWS] = 8
     """Answers drawn for each prompt. `--global-batch-size` counts answers, so it is a multiple of it."""
     max_answer_tokens: Annotated[PositiveCount, _DRAWS] = 256

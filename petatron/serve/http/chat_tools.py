@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from petatron.infer.sampling_params import Constraint
+from petatron.infer.tool_calls import TOOL_MARKERS, ToolCallFormat, tool_grammar
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.openai_requests import ChatCompletionRequest, ChatTool
 from petatron.serve.served_model_properties import ModelCard
-from petatron.serve.tool_calls import TOOL_MARKERS, ToolCallFormat, tool_grammar
 
 
 @dataclass(frozen=True, slots=True)

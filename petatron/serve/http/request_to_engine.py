@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from petatron.base.errors import DataError
 from petatron.infer.grammar import ANY_WHITESPACE
 from petatron.infer.sampling_params import MAX_SEED, Constraint, SamplingParams
+from petatron.infer.split_answer_parts import REASONING_TAGS
+from petatron.infer.tool_calls import TOOL_MARKERS
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.openai_requests import (
     MAX_GRAMMAR_CHARS,
@@ -33,8 +35,6 @@ from petatron.serve.http.openai_requests import (
 )
 from petatron.serve.serve_options import ServeLimits
 from petatron.serve.served_model_properties import ModelCard
-from petatron.serve.split_answer_parts import REASONING_TAGS
-from petatron.serve.tool_calls import TOOL_MARKERS
 
 _CONSTRAINT_NAMES = {
     "json": ("json_schema",),

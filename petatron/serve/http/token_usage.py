@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from petatron.infer.engine_outputs import Completion, TokenEvent
-from petatron.serve.split_answer_parts import AnswerSplitter, count_reasoning_tokens
+from petatron.infer.split_answer_parts import AnswerSplitter, count_reasoning_tokens
 from petatron.serve.token_texts import TokenTexts
 
 

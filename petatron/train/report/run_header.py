@@ -138,10 +138,9 @@ def _data(run: RunConfig, tokenizer: Tokenizer | None) -> str:
     if run.data.dataloader_type == EXTERNAL:
         source = f"external, {registered_dataloader().name}"
     elif run.rollout.rollout_prompts:
-        rewards = ", ".join(run.rollout.rewards)
-        source = (
-            f"answers to {abbreviate_names(run.rollout.rollout_prompts)}, drawn by the model, rewarded for {rewards}"
-        )
+        rewarding = (*run.rollout.rewards, *(() if run.rollout.environment is None else (run.rollout.environment,)))
+        rewards = f", rewarded for {', '.join(rewarding)}" if rewarding else ""
+        source = f"answers to {abbreviate_names(run.rollout.rollout_prompts)}, drawn by the model{rewards}"
     elif run.data.mock_data:
         source = "made-up (--mock-data)"
     elif prefixes:
@@ -175,7 +174,10 @@ def _length(run: RunConfig, length: RunLength) -> str:
     if run.rollout.rollout_prompts:
         answers, settings = count_with_noun(run.train.global_batch_size, "answer"), run.rollout
         most = count_with_noun(settings.max_answer_tokens, "token")
-        return f"{iterations} of {answers}, {settings.rollouts_per_prompt} to each prompt, of at most {most}"
+        turns = (
+            "" if settings.environment is None else f" in each of at most {count_with_noun(settings.max_turns, 'turn')}"
+        )
+        return f"{iterations} of {answers}, {settings.rollouts_per_prompt} to each prompt, of at most {most}{turns}"
     samples = BatchSizeSchedule.from_config(run).samples_after(length.iterations)
     tokens = count_with_noun(samples * run.model.seq_length, "token")
     batch, length_text = (

@@ -16,8 +16,8 @@ from tokenizers import Tokenizer as FastTokenizer
 from petatron.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
+from petatron.infer.tool_calls import ToolCallFormat
 from petatron.serve.served_model_properties import ModelCard
-from petatron.serve.tool_calls import ToolCallFormat
 from tests.longform import diagonal
 from tests.serve.live_server import LiveServer, live_server
 from tests.unit.infer.test_sample import model_in

@@ -12,7 +12,7 @@ import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from petatron.infer.sampling_params import SamplingDefaults
-from petatron.serve.split_answer_parts import ReasoningFormat, ReasoningParser
+from petatron.infer.split_answer_parts import ReasoningFormat, ReasoningParser
 from tests.serve.api.test_tool_calls import HERMES, TOOLS
 from tests.serve.api.writing_engine import WritingEngine, set_answer
 from tests.serve.live_server import LiveServer, live_server

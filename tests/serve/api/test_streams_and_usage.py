@@ -14,8 +14,8 @@ from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
 from petatron.infer.engine_outputs import Completion as EngineCompletion
+from petatron.infer.split_answer_parts import count_reasoning_tokens
 from petatron.serve.http.token_usage import usage
-from petatron.serve.split_answer_parts import count_reasoning_tokens
 from tests.serve.api.test_tool_calls import HERMES, TOOLS
 from tests.serve.api.writing_engine import WritingEngine, set_answer
 from tests.serve.live_server import LiveServer, live_server

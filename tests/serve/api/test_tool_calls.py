@@ -7,8 +7,8 @@ import json
 import openai
 import pytest
 
+from petatron.infer.tool_calls import ToolCall, ToolCallFormat, ToolCallParser, template_format
 from petatron.serve.served_model_properties import ModelCard
-from petatron.serve.tool_calls import ToolCall, ToolCallFormat, ToolCallParser, template_format
 from tests.longform import diagonal
 from tests.serve.api.writing_engine import WritingEngine
 from tests.serve.live_server import live_server

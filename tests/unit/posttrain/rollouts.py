@@ -30,6 +30,22 @@ TINY = (
 REWARD = "regex:.*[a-m].*"
 
 
+ENVIRONMENT = """
+import random
+
+class Early:
+    \"\"\"Rewards characters of the first half of the alphabet, and ends after one to three turns.\"\"\"
+
+    def reset(self, record):
+        self.left = random.randint(1, 3)
+        return record["answer"] + ":"
+
+    def step(self, answer):
+        self.left -= 1
+        return f"<{len(answer)}{random.choice('xy')}>", 0.5 * any("a" <= c <= "m" for c in answer), self.left == 0
+"""
+
+
 @dataclass(frozen=True, slots=True)
 class Learned:
     """What a step did: the mean loss, the gradient's norm, its answers, and the metrics of the objective."""
@@ -47,8 +63,14 @@ def write_prompts(path: Path, count: int = 6) -> Path:
     return path
 
 
+def write_environment(path: Path, content: str = ENVIRONMENT) -> Path:
+    path.write_text(content)
+    return path
+
+
 def load(flags: str, algorithm: str = "grpo", *, world_size: int = 1) -> LoadedConfig:
-    words = training_flags([algorithm, *TINY.split(), "--rewards", REWARD, *flags.split()])
+    rewards = [] if "--environment" in flags else ["--rewards", REWARD]
+    words = training_flags([algorithm, *TINY.split(), *rewards, *flags.split()])
     return load_config(words, world_size=world_size)
 
 

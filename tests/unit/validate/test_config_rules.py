@@ -410,6 +410,7 @@ def test_every_word_of_the_schema_is_a_path_or_known_not_to_be():
         "objective_settings",
         "dataset_type",
         "rewards",
+        "environment",
         "adapter_also_train",
         "adapter_targets",
         "dataset_settings",

@@ -17,6 +17,8 @@ from fastapi import Request, Response
 from petatron.infer.engine_outputs import Completion, TokenEvent
 from petatron.infer.prompt_images import PromptImages
 from petatron.infer.sampling_params import SamplingParams
+from petatron.infer.split_answer_parts import AnswerSplitter, ReasoningParser, opens_reasoning
+from petatron.infer.tool_calls import ToolCallParser
 from petatron.serve.generation_handle import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.beam_search import check_beams
@@ -38,8 +40,6 @@ from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.http.token_usage import RunningUsage, reasoning_tokens_of, usage
 from petatron.serve.logprob_formats import chat_logprobs, prompt_logprobs
 from petatron.serve.served_model_properties import ModelCard
-from petatron.serve.split_answer_parts import AnswerSplitter, ReasoningParser, opens_reasoning
-from petatron.serve.tool_calls import ToolCallParser
 
 THINKING = "enable_thinking"
 

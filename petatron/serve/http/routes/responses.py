@@ -15,6 +15,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from petatron.infer.engine_outputs import Completion, TokenEvent, TokenLogprob
+from petatron.infer.tool_calls import ToolCall
 from petatron.serve.generation_handle import Generation, Inbox
 from petatron.serve.http.api_error import ApiError
 from petatron.serve.http.json_body import ignore_fields, nested_unknown_fields, read_request
@@ -27,7 +28,6 @@ from petatron.serve.http.server_state import ServerState, state_of
 from petatron.serve.http.token_usage import reasoning_tokens_of
 from petatron.serve.logprob_formats import AlignedTokens, chat_logprobs
 from petatron.serve.served_model_properties import ModelCard
-from petatron.serve.tool_calls import ToolCall
 
 _Event = dict[str, Any]
 _WHOLE_ALONE = (

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from petatron.infer.text_stream import num_held
-from petatron.serve.tool_calls import AnswerParts, ToolCallParser
+from petatron.infer.tool_calls import AnswerParts, ToolCallParser
 
 ReasoningFormat = Literal["think", "mistral"]
 REASONING_FORMATS: tuple[ReasoningFormat, ...] = get_args(ReasoningFormat)
