@@ -93,7 +93,7 @@ class RolloutSource:
             stop_ids = () if self._tokenizer.eod is None else (self._tokenizer.eod,)
         end_of_turn = end_of_turn_id(self._tokenizer)
         stop_ids = tuple({*stop_ids, *(() if end_of_turn is None else (end_of_turn,))})
-engine = RolloutEngine(run, state.model, self._tokenizer, iteration=lambda: state.progress.iteration)
+        engine = RolloutEngine(run, state.model, self._tokenizer, iteration=lambda: state.progress.iteration)
         sampler = RolloutSampler(run, engine, self._tokenizer, stop_ids, self._open_environment(run, mesh))
         reward_sum = RewardSum(self._rewards, workers=settings.reward_workers, timeout_s=settings.reward_timeout_s)
         rewards = RolloutRewards(mesh, reward_sum)
