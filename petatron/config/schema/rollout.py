@@ -23,10 +23,10 @@ class RolloutConfig:
     rollout_prompts: tuple[FilePath, ...] = ()
     """Files of prompts, a JSON object in each line, with `prompt` (a text or messages) and what rewards read, such as `answer`."""
     rewards: tuple[Annotated[str, _DRAWS], ...] = ()
-    """What answers are rewarded for: [WEIGHT*]NAME[:ARGUMENT] or [WEIGHT*]FILE.py:FUNCTION, several are added up."""
+    """What answers are rewarded for: [WEIGHT*]NAME[:ARGUMENT], [WEIGHT*]FILE.py:FUNCTION or [WEIGHT*]http://HOST/PATH, several are added up."""
     environment: Annotated[str, _DRAWS] | None = None
     """What answers to answers, for several turns: FILE.py:CLASS, an object with `reset` and `step` for each episode; tools:FILE.py, whose
-    functions the model may call. Its rewards are added to those of `--rewards`, which are for the last answer."""
+    functions the model may call; http://HOST/PATH, a server. Its rewards are added to those of `--rewards`, which are for the last answer."""
     max_turns: Annotated[PositiveCount, used_with("rollout.environment")] = 8
     """Answers of an episode at most. --max-answer-tokens holds for each, and --seq-length for all of them with what is between."""
     rollouts_per_prompt: Annotated[SmallCount, "at least 2", _DRAWS] = 8
@@ -49,7 +49,7 @@ class RolloutConfig:
     reward_timeout_s: Annotated[Seconds, "above 0", _DRAWS] = 30.0
     """Seconds that a reward of one answer may take; it is worth nothing after that, and left out of the step."""
     reward_workers: Annotated[PositiveCount, _DRAWS] = 2
-    """Processes that compute the rewards of Python functions."""
+    """Rewards of Python functions, steps of environments, and requests to servers of them, that are computed at a time."""
     rollout_log_gigabytes: Annotated[Factor, _DRAWS] = 1.0
     """Disk space for answers with their rewards, in `rollouts` of the run folder; the oldest are removed. 0 writes none."""
     rollout_sequences: Annotated[PositiveCount, _DRAWS] = 256

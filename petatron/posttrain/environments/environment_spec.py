@@ -11,6 +11,8 @@ from petatron.data.tokenizer import Tokenizer
 from petatron.infer.tool_calls import TOOL_CALL_FORMATS, template_format
 from petatron.posttrain.environments.environment_backend import EnvironmentBackend
 from petatron.posttrain.environments.forked_environments import ForkedEnvironments
+from petatron.posttrain.environments.http_environments import HttpEnvironments
+from petatron.posttrain.http_client import HTTP_SCHEMES
 
 _FLAG = "--environment"
 _TOOLS = "tools:"
@@ -22,6 +24,8 @@ def environment_backend(settings: RolloutConfig, tokenizer: Tokenizer) -> Enviro
     if text is None:
         return None
     timeout_s = settings.reward_timeout_s
+    if text.startswith(HTTP_SCHEMES):
+        return HttpEnvironments(text, timeout_s=timeout_s)
     if text.startswith(_TOOLS):
         file = _python_file(text, text.removeprefix(_TOOLS))
         template = tokenizer_chat_template(tokenizer)
@@ -33,7 +37,7 @@ def environment_backend(settings: RolloutConfig, tokenizer: Tokenizer) -> Enviro
         return ForkedEnvironments(file, "", form=form, timeout_s=timeout_s)
     name, _, kind = text.rpartition(":")
     if not name.endswith(".py") or not kind.isidentifier():
-        fix = "Write FILE.py:CLASS, or tools:FILE.py."
+        fix = "Write FILE.py:CLASS, tools:FILE.py, or the http address of a server."
         raise ConfigError([Problem(_FLAG, text, "names no environment", fix)])
     return ForkedEnvironments(_python_file(text, name), kind, timeout_s=timeout_s)
 

@@ -1,4 +1,4 @@
-"""`--rewards`: [WEIGHT*]NAME[:ARGUMENT], or [WEIGHT*]FILE.py:FUNCTION, for a function of one's own."""
+"""`--rewards`: [WEIGHT*]NAME[:ARGUMENT]; [WEIGHT*]FILE.py:FUNCTION for a function of one's own, and [WEIGHT*]http://HOST/PATH for a server."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 
 from petatron.base.errors import Problem, raise_problems
 from petatron.config.schema.fields import closest_matches
+from petatron.posttrain.http_client import HTTP_SCHEMES
 from petatron.posttrain.rewards.text_rewards import TEXT_REWARDS, TextReward
 
 _FLAG = "--rewards"
@@ -15,13 +16,14 @@ _FLAG = "--rewards"
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """A reward and its weight in the sum. Of a function: file and name; else the rule about texts."""
+    """A reward and its weight in the sum. Of a function: file and name; of a server: its address; else the rule about texts."""
 
     text: str
     weight: float
     rule: TextReward | None = None
     file: Path | None = None
     function: str = ""
+    url: str = ""
 
 
 def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
@@ -32,7 +34,7 @@ def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
     >>> parse_rewards(["exakt"])
     Traceback (most recent call last):
     petatron.base.errors.ConfigError: 1 problem in this configuration:
-      --rewards exakt is no reward. Did you mean exact? Known: contains, exact, json, math, regex; or give FILE.py:FUNCTION.
+      --rewards exakt is no reward. Did you mean exact? Known: contains, exact, json, math, regex; or give FILE.py:FUNCTION or http://HOST/PATH.
     """
     specs: list[RewardSpec] = []
     problems: list[Problem] = []
@@ -57,6 +59,8 @@ def _parse(text: str) -> RewardSpec | Problem:
         weight = float(weight_text)
     else:
         rest = text
+    if rest.startswith(HTTP_SCHEMES):
+        return RewardSpec(text, weight, url=rest)
     name, colon, argument = rest.partition(":")
     if name.endswith(".py"):
         if not argument.isidentifier():
@@ -68,7 +72,7 @@ def _parse(text: str) -> RewardSpec | Problem:
     if kind is None:
         close = closest_matches(name, TEXT_REWARDS, count=1)
         hint = f"Did you mean {close[0]}? " if close else ""
-        fix = f"{hint}Known: {', '.join(sorted(TEXT_REWARDS))}; or give FILE.py:FUNCTION."
+        fix = f"{hint}Known: {', '.join(sorted(TEXT_REWARDS))}; or give FILE.py:FUNCTION or http://HOST/PATH."
         return Problem(_FLAG, text, "is no reward", fix)
     try:
         return RewardSpec(text, weight, rule=kind(argument if colon else None))

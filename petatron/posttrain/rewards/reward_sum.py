@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from petatron.posttrain.rewards.function_pool import FunctionPool, RewardFailure
+from petatron.posttrain.rewards.http_rewards import HttpRewards
 from petatron.posttrain.rewards.reward_spec import RewardSpec
 
 
@@ -16,6 +17,14 @@ class RewardedAnswer(NamedTuple):
     reward: float
     failure: str | None
     parts: Mapping[str, float]
+
+
+class RewardPool(Protocol):
+    """What computes the rewards of answers elsewhere: of jobs with an `answer` and a `record`, in their order."""
+
+    def rewards(self, jobs: Sequence[Mapping[str, Any]]) -> list[float | RewardFailure]: ...
+
+    def close(self) -> None: ...
 
 
 class RewardSum:
@@ -29,11 +38,12 @@ class RewardSum:
 
     def __init__(self, specs: Sequence[RewardSpec], *, workers: int, timeout_s: float) -> None:
         self._specs = specs
-        self._pools = {
-            spec.text: FunctionPool(spec.file, spec.function, workers=workers, timeout_s=timeout_s)
-            for spec in specs
-            if spec.file is not None
-        }
+        self._pools: dict[str, RewardPool] = {}
+        for spec in specs:
+            if spec.file is not None:
+                self._pools[spec.text] = FunctionPool(spec.file, spec.function, workers=workers, timeout_s=timeout_s)
+            elif spec.url:
+                self._pools[spec.text] = HttpRewards(spec.url, workers=workers, timeout_s=timeout_s)
 
     def of(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[RewardedAnswer]:
         """Returns the reward of each answer to the prompt of a record."""
