@@ -23,10 +23,12 @@ class RolloutConfig:
     rollout_prompts: tuple[FilePath, ...] = ()
     """Files of prompts, a JSON object in each line, with `prompt` (a text or messages) and what rewards read, such as `answer`."""
     rewards: tuple[Annotated[str, _DRAWS], ...] = ()
-    """What answers are rewarded for: [WEIGHT*]NAME[:ARGUMENT], [WEIGHT*]FILE.py:FUNCTION or [WEIGHT*]http://HOST/PATH, several are added up."""
+    """What answers are rewarded for: [WEIGHT*]NAME[:ARGUMENT], [WEIGHT*]FILE.py:FUNCTION or [WEIGHT*]http://HOST/PATH, several are
+    added up."""
     environment: Annotated[str, _DRAWS] | None = None
     """What answers to answers, for several turns: FILE.py:CLASS, an object with `reset` and `step` for each episode; tools:FILE.py, whose
-    functions the model may call; http://HOST/PATH, a server. Its rewards are added to those of `--rewards`, which are for the last answer."""
+    functions the model may call; http://HOST/PATH, a server. Its rewards are added to those of `--rewards`, which are for the last
+    answer."""
     max_turns: Annotated[PositiveCount, used_with("rollout.environment")] = 8
     """Answers of an episode at most. --max-answer-tokens holds for each, and --seq-length for all of them with what is between."""
     rollouts_per_prompt: Annotated[SmallCount, "at least 2", _DRAWS] = 8

@@ -1,4 +1,4 @@
-"""`--rewards`: [WEIGHT*]NAME[:ARGUMENT]; [WEIGHT*]FILE.py:FUNCTION for a function of one's own, and [WEIGHT*]http://HOST/PATH for a server."""
+"""`--rewards`: [WEIGHT*]NAME[:ARGUMENT]; [WEIGHT*]FILE.py:FUNCTION, a function of one's own; [WEIGHT*]http://HOST/PATH, a server."""
 
 from __future__ import annotations
 
