@@ -60,6 +60,11 @@ ALGORITHMS: Mapping[str, Algorithm] = {
         ("--advantage", "batch"),
         "rewards against the mean of a prompt's answers, divided by the deviation of a step (Hu et al., 2025)",
     ),
+    "ppo": Algorithm(
+        {"ratio": "token", "average": "token"},
+        ("--advantage", "gae", "--rollouts-per-prompt", "1"),
+        "each token against what a critic expected, which is trained beside the model (Schulman et al., 2017)",
+    ),
     "distill": Algorithm(
         {"mix": "1"},
         ("--rollouts-per-prompt", "2"),

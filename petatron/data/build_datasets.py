@@ -50,7 +50,12 @@ from petatron.data.recorded_tokenizer import check_recorded_tokenizer
 from petatron.data.sample_index_folder import sample_index_folder
 from petatron.data.tokenizer import Tokenizer
 from petatron.data.train_valid_test_split import split_units
-from petatron.models import distillation, policy_gradient, preference_objectives  # noqa: F401  they register their objectives
+from petatron.models import (  # noqa: F401  they register their objectives
+    distillation,
+    policy_gradient,
+    preference_objectives,
+    value_regression,
+)
 from petatron.models.objective import build_objective
 
 SPLITS: tuple[Split, ...] = ("train", "valid", "test")

@@ -3,7 +3,9 @@
 Weights of tokens come with the batch, so that the head knows neither which part of a sequence a rank has nor where it ends: 1 for the
 first token (BERT), 1 / length for a mean. Every tensor-parallel rank computes the same from the sum.
 
-Three slots are the identity on one device, and filled by tensor and sequence parallelism: `shard` takes this rank's sequence shard of the
+It may also be applied to every token: the value of each state that a critic predicts.
+
+Slots are the identity on one device, and filled by tensor and sequence parallelism: `shard` takes this rank's sequence shard of the
 weights, `total` all-reduces the sums of the shards, `gather` gathers hidden states (`layers/parallel_slots.py`).
 
 S sequence, B batch, D hidden.
@@ -20,6 +22,7 @@ from torch import Tensor, nn
 from petatron.layers.linear import Linear
 from petatron.layers.parallel_slots import CommSlot, TensorSlot, identity
 from petatron.layers.spec.param_spec import ParamSpec, linear_params, with_prefix
+from petatron.layers.whole_sequence import WholeSequence
 from petatron.sharding.shard_spec import Shard
 
 
@@ -61,6 +64,7 @@ class PooledHead(nn.Module):
         self.shard: CommSlot = identity
         self.total: CommSlot = identity
         self.gather: CommSlot = identity
+        self.whole_sequence = WholeSequence()
         width, count = spec.hidden_size, spec.num_outputs
         self.pooler = Linear(width, (width,), bias=True) if spec.pooler else None
         self.out = Linear(width, (count,), bias=spec.out_bias) if count else None
@@ -74,3 +78,9 @@ class PooledHead(nn.Module):
         """Returns the pooled states [B, D] of weighted sums, and the outputs [B, outputs] if there are any."""
         pooled_BD = summed_BD if self.pooler is None else torch.tanh(self.pooler(summed_BD))
         return pooled_BD, None if self.out is None else self.out(pooled_BD)
+
+    def of_tokens(self, x_SBD: Tensor, length: int) -> Tensor:
+        """Returns the outputs of every token of the whole sequence [S, B, outputs]; all ranks compute the same."""
+        outputs = self(self.whole_sequence(x_SBD, length))[1]
+        assert outputs is not None
+        return outputs

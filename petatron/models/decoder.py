@@ -33,8 +33,9 @@ from petatron.models.stage_interface import StageModule, run_layers_sequentially
 HIDDEN = "hidden"
 """The name of the tensor between two pipeline stages."""
 
-LABEL_LOGITS, POOLED_STATES = "label_logits", "pooled_states"
-"""Outputs of models with a task head: [B, labels], and what the labels are computed from, [B, hidden]."""
+LABEL_LOGITS, POOLED_STATES, TOKEN_LABEL_LOGITS = "label_logits", "pooled_states", "token_label_logits"
+"""Outputs of models with a task head: [B, labels], what the labels are computed from, [B, hidden], and labels of each token as if a
+text ended there, [B, S, labels]."""
 POOLING_WEIGHTS = "pooling_weights"
 """The array [B, S] of the weights of tokens in the sum that stands for a sequence."""
 
@@ -187,6 +188,8 @@ class Decoder(StageModule):
             part = batch.sequence_part
             outputs[POOLED_STATES], logits = self.task_head(summed_BD if part is None else part.all_reduce(summed_BD))
             outputs |= {} if logits is None else {LABEL_LOGITS: logits}
+        if TOKEN_LABEL_LOGITS in collect:
+            outputs[TOKEN_LABEL_LOGITS] = self.task_head.of_tokens(x_SBD, batch.tokens.shape[1]).transpose(0, 1)
         return StageOutput({}, {}, {name: outputs[name] for name in collect})
 
     def logits(self, tokens_BS: Tensor, positions: Tensor | None = None) -> Tensor:

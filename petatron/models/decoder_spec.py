@@ -42,6 +42,7 @@ from petatron.models.decoder import (
     HIDDEN,
     LABEL_LOGITS,
     POOLED_STATES,
+    TOKEN_LABEL_LOGITS,
     TOKEN_LOSSES,
     Decoder,
     mtp_loss,
@@ -149,7 +150,11 @@ class DecoderSpec(ModelSpec):
             return ModelIO(
                 boundaries=((), *(hidden,) * (len(stages) - 1)),
                 losses=(),
-                outputs=("hidden_states", POOLED_STATES, *((LABEL_LOGITS,) if head.num_outputs else ())),
+                outputs=(
+                    "hidden_states",
+                    POOLED_STATES,
+                    *((LABEL_LOGITS, TOKEN_LABEL_LOGITS) if head.num_outputs else ()),
+                ),
                 sequence_order="contiguous" if self.sequence_sharding == "contiguous" else "zigzag",
                 extend_batch=self._extend_batch if self.original_context is not None else None,
             )

@@ -42,7 +42,8 @@ START = "start"
 class ModelRole:
     """A model that an objective reads without gradients: its folder, and the outputs that are wanted of it for each micro-batch.
 
-    Without a folder it is the model that is trained, with its weights before the step; `START` is the one that the run started from.
+    Without a folder it is the model that is trained, with its weights before the step; `START` is the one that the run started from. One
+    without outputs is opened alone: what makes batches reads it before the step.
 
     >>> ModelRole("runs/large").array("teacher", "logits")
     'teacher.logits'

@@ -14,6 +14,9 @@ log-probability p_drawn is another than the trainer's (truncated importance weig
     DAPO (Yu et al., 2025)          ratio=token     average=token     clip_high=0.28, and groups of equal rewards drawn again
     GSPO (Zheng et al., 2025)       ratio=sequence  average=sequence  clip_low=3e-4 clip_high=4e-4
     RLOO (Ahmadian et al., 2024)    ratio=product   average=sequence, and advantages against the other answers' mean
+    PPO (Schulman et al., 2017)     ratio=token     average=token, and advantages of tokens, by a critic (`value_regression.py`)
+
+The divergence from the reference may also be a part of rewards (`kl_in_reward`); then advantages have it, and the loss does not.
 """
 
 from __future__ import annotations
@@ -40,15 +43,19 @@ ADVANTAGES, DRAWN_LOG_PROBS, OLD_LOG_PROBS = "advantages", "drawn_log_probs", "o
 REWARDS = "rewards"
 """Array [segments]."""
 POLICY_LOSS = "policy loss"
-_REFERENCE = "reference"
+REFERENCE, REFERENCE_LOG_PROBS = "reference", "reference_log_probs"
+"""The role of the reference, and the array [B, S] of its log-probabilities."""
+KlEstimator = Literal["k1", "k2", "k3"]
 
 
 @dataclass(frozen=True)
 class PolicyGradient(Objective):
     """average: of the losses of tokens: over each answer and then over answers, over all tokens, or as sums of answers divided by
     `constant_tokens`. dual_clip: the largest ratio of the term that is not clipped, 0: any. max_importance_weight: 0 corrects nothing.
-    reference: a folder, or `start`; read with a kl_weight alone. temperature: the one that answers are drawn with. whole_logits: computes
-    log-probabilities as the engine does, of logits that are whole on every rank.
+    kl_in_reward: weight of the divergence that is subtracted from rewards, of each token with a critic, of an answer without; kl_estimator:
+    how it is estimated (`posttrain/token_advantages.py`). reference: a folder, or `start`; read with one of the two weights alone.
+    temperature: the one that answers are drawn with. whole_logits: computes log-probabilities as the engine does, of logits that are whole
+    on every rank.
     """
 
     ratio: Literal["token", "sequence", "product"] = "token"
@@ -59,6 +66,8 @@ class PolicyGradient(Objective):
     constant_tokens: int = 0
     kl_weight: float = 0.0
     unbiased_kl: bool = True
+    kl_in_reward: float = 0.0
+    kl_estimator: KlEstimator = "k1"
     max_importance_weight: float = 2.0
     reference: str = START
     temperature: float = field(default=1.0, metadata=NOT_A_SETTING)
@@ -71,6 +80,7 @@ class PolicyGradient(Objective):
             ("clip_high", self.clip_high >= 0, "is below 0", "Use 0.2."),
             ("dual_clip", self.dual_clip == 0 or self.dual_clip > 1, "is not above 1", "Leave it out."),
             ("kl_weight", self.kl_weight >= 0, "is below 0", "Leave it out."),
+            ("kl_in_reward", self.kl_in_reward >= 0, "is below 0", "Leave it out."),
             ("max_importance_weight", self.max_importance_weight >= 0, "is below 0", "Use 2, or 0 for no correction."),
             (
                 "constant_tokens",
@@ -89,7 +99,14 @@ class PolicyGradient(Objective):
 
     @property
     def models(self) -> Mapping[str, ModelRole]:
-        return {_REFERENCE: ModelRole(self.reference, outputs=self.outputs)} if self.kl_weight else {}
+        if not self.has_reference:
+            return {}
+        # Rewards need its log-probabilities before the step, and the batch has them then.
+        return {REFERENCE: ModelRole(self.reference, outputs=() if self.kl_in_reward else self.outputs)}
+
+    @property
+    def has_reference(self) -> bool:
+        return self.kl_weight > 0 or self.kl_in_reward > 0
 
     @property
     def losses(self) -> tuple[LossSpec, ...]:
@@ -98,7 +115,7 @@ class PolicyGradient(Objective):
     @property
     def metric_specs(self) -> tuple[MetricSpec, ...]:
         of_segments = ("reward", "answer tokens")
-        of_tokens = ("entropy", "clipped", "rollout k3", "rollout difference", *(["kl"] if self.kl_weight else []))
+        of_tokens = ("entropy", "clipped", "rollout k3", "rollout difference", *(["kl"] if self.has_reference else []))
         return (
             *(MetricSpec(name, per="segment") for name in of_segments),
             *(MetricSpec(name, per="token") for name in of_tokens),
@@ -111,11 +128,11 @@ class PolicyGradient(Objective):
         return policy_log_probs(outputs["logits"], batch.labels, self.temperature)
 
     def prepare(self, batch: Batch) -> Batch:
-        if not self.kl_weight:
+        if not self.has_reference or REFERENCE_LOG_PROBS in batch:
             return batch
-        role = self.models[_REFERENCE]
-        named = {name: batch[role.array(_REFERENCE, name)] for name in self.outputs}
-        return batch.with_arrays(reference_log_probs=self.log_probs(named, batch))
+        role = self.models[REFERENCE]
+        named = {name: batch[role.array(REFERENCE, name)] for name in self.outputs}
+        return batch.with_arrays(**{REFERENCE_LOG_PROBS: self.log_probs(named, batch)})
 
     def loss(self, outputs: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:
         log_probs = self.log_probs(outputs, batch)
@@ -136,7 +153,7 @@ class PolicyGradient(Objective):
         ratio, advantages = self._ratio(log_probs, batch), batch[ADVANTAGES].to(log_probs.dtype)
         clipped = self._clipped(ratio) * advantages < ratio * advantages
         gap = self._masked(self._old(log_probs, batch) - batch[DRAWN_LOG_PROBS].to(log_probs.dtype), batch)
-        divergence = {"kl": self._divergence(log_probs, batch)} if self.kl_weight else {}
+        divergence = {"kl": self._divergence(log_probs, batch)} if self.has_reference else {}
         return {
             "reward": batch[REWARDS].to(log_probs.dtype),
             "answer tokens": segment_lengths(batch, log_probs.dtype),
@@ -164,7 +181,7 @@ class PolicyGradient(Objective):
         return ratio.clamp(1 - self.clip_low, 1 + self.clip_high)
 
     def _divergence(self, log_probs: Tensor, batch: Batch) -> Tensor:
-        gap = self._masked(batch["reference_log_probs"].to(log_probs.dtype) - log_probs, batch)
+        gap = self._masked(batch[REFERENCE_LOG_PROBS].to(log_probs.dtype) - log_probs, batch)
         return torch.expm1(gap) - gap
 
     def _averaged(self, losses: Tensor, batch: Batch) -> Tensor:

@@ -12,16 +12,16 @@ from dataclasses import replace
 from types import MappingProxyType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from petatron.config.pipeline_stages import PipelineStage
 from petatron.layers.forward_context import StatisticsKey
 from petatron.layers.hstu import TIMESTAMPS
-from petatron.layers.parallel_slots import CommSlot, TensorRank, TensorSlot, identity
+from petatron.layers.parallel_slots import CommSlot, TensorSlot, identity
 from petatron.layers.vocabulary.item_head import ItemHead
 from petatron.layers.vocabulary.row_sharded_table import PADDING_ID, RowShardedTable
 from petatron.layers.vocabulary.sampled_softmax import expected_counts, sampled_softmax_losses
+from petatron.layers.whole_sequence import WholeSequence
 from petatron.models.batch import Batch
 from petatron.models.decoder import HIDDEN, Decoder, DecoderParts
 from petatron.models.next_item import HAS_TARGET, TARGET_RANKS
@@ -49,24 +49,6 @@ class LastState(nn.Module):
     def forward(self, x_SBD: Tensor, weights_BS: Tensor) -> Tensor:
         weights_SB = self.shard(weights_BS.t())
         return self.total(torch.einsum("sbd,sb->bd", x_SBD, weights_SB.to(x_SBD.dtype)))
-
-
-class WholeSequence(nn.Module):
-    """Gives every tensor-parallel rank the hidden states of whole sequences, with which all compute the same."""
-
-    tensor_slots: Mapping[str, TensorSlot] = {"total": "sum of sequence shards", "rank": "tensor rank"}
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total: CommSlot = identity
-        self.rank: TensorRank = (0, 1)
-
-    def forward(self, x_SBD: Tensor, length: int) -> Tensor:
-        part = x_SBD.shape[0]
-        if part == length:
-            return x_SBD
-        before = self.rank[0] * part
-        return self.total(F.pad(x_SBD, (0, 0, 0, 0, before, length - before - part)))
 
 
 class Recommender(Decoder):

@@ -325,6 +325,8 @@ class ParallelModel:
             part = SamplePart(self.mesh.dp.rank, partial(collectives.gather_from_region, axis=self.mesh.dp))
             local = [replace(batch, sample_part=part) for batch in local]
         for role, wanted in objective.models.items():
+            if not wanted.outputs:
+                continue
             model = self if wanted.folder is None else self.role_models[role]
             for index, outputs in enumerate(model.forward(batches, collect=wanted.outputs)):
                 named = {wanted.array(role, name): x for name, x in outputs.items()}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,8 @@ class Rollout:
 
     ids: the answer's, with the id that ended it; of an episode of several turns, all that follows the prompt. observed_spans: those that
     the environment wrote. log_probs: of each of the others, by the model of iteration `version`. text: of the last answer; transcript: of
-    an episode. turn_rewards: those that the environment gave. reward: NaN if it could not be computed, for the reason `failure`.
+    an episode. turn_rewards: those that the environment gave. reward: NaN if it could not be computed, for the reason `failure`. of_ids:
+    further numbers of each id by their names in the batch, which come before `advantage`.
     """
 
     prompt: int
@@ -38,6 +39,7 @@ class Rollout:
     reward: float = math.nan
     failure: str | None = None
     advantage: float = 0.0
+    of_ids: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
 
     @property
     def num_turns(self) -> int:
@@ -76,7 +78,8 @@ class Rollout:
         }
         lists["observed_spans"] = tuple((begin, end) for begin, end in values["observed_spans"])
         reward = math.nan if values["reward"] is None else float(values["reward"])
-        return cls(**{**values, **lists, "reward": reward})
+        of_ids = {name: tuple(numbers) for name, numbers in values.get("of_ids", {}).items()}
+        return cls(**{**values, **lists, "reward": reward, "of_ids": of_ids})
 
     def segment(self) -> PackedSegment:
         """Returns what is learned of it: the tokens that were drawn, with their advantage; nothing if it has no reward."""
@@ -87,5 +90,8 @@ class Rollout:
         log_probs[mask] = self.log_probs
         drawn = np.concatenate([before, log_probs])
         of_ids = {ADVANTAGES: np.float32(self.advantage) * learned, DRAWN_LOG_PROBS: drawn}
+        of_ids |= {
+            name: np.concatenate([before, np.array(numbers, np.float32)]) for name, numbers in self.of_ids.items()
+        }
         ids = np.array([*self.prompt_ids, *self.ids], np.int64)
         return PackedSegment(ids, learned, of_ids, {REWARDS: self.reward if has_reward else 0.0}, has_reward)

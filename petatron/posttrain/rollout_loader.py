@@ -5,7 +5,10 @@ all answers; rank 0 alone computes rewards. Answers are packed into rows, by bes
 rows: as many for each rank, the missing ones empty.
 
 With --rollout-staleness K answers are drawn K steps before they are trained on; with --updates-per-rollout N the answers of N steps are
-drawn at once. Both wait in `RolloutState`.
+drawn at once, and with --rollout-epochs E they are trained on E times. All of them wait in `RolloutState`.
+
+What else is to be known of answers, a critic's values for instance, is computed when they are drawn (`answer_judge.py`). A critic takes
+its step before the model does, on the same micro-batches.
 """
 
 from __future__ import annotations
@@ -23,14 +26,16 @@ from petatron.base.log import get_logger
 from petatron.config.rollout_layout import draws_in_place
 from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import epoch_permutation
-from petatron.data.packed_segments import PackedSegment, make_segment_batch, pack_segments, uncounted_like
+from petatron.data.packed_segments import PackedSegment
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
 from petatron.models.policy_gradient import DRAWN_LOG_PROBS, OLD_LOG_PROBS
-from petatron.posttrain.advantages import advantages, teaches_nothing
+from petatron.posttrain.advantages import teaches_nothing
+from petatron.posttrain.answer_judge import AnswerJudge
 from petatron.posttrain.prompts import PromptSet
 from petatron.posttrain.rewards.rollout_rewards import RolloutRewards
 from petatron.posttrain.rollout import Rollout
+from petatron.posttrain.rollout_batches import RolloutPacking
 from petatron.posttrain.rollout_log import RolloutLog
 from petatron.posttrain.rollout_sampler import PromptGroup, RolloutSampler
 from petatron.posttrain.rollout_state import RolloutState
@@ -39,10 +44,7 @@ _log = get_logger(__name__)
 
 
 class RolloutLoader:
-    """A `StepLoader`. `iteration` returns that of the weights now; `log` is used by rank 0 alone.
-
-    micro_batch_multiple: of which the number of micro-batches is to be a multiple, as interleaved pipelines need.
-    """
+    """A `StepLoader`. `iteration` returns that of the weights now; `log` is used by rank 0 alone."""
 
     rows_are_samples = False
     num_samples = None
@@ -57,26 +59,33 @@ class RolloutLoader:
         state: RolloutState,
         log: RolloutLog,
         *,
+        judge: AnswerJudge,
+        packing: RolloutPacking,
         iteration: Callable[[], int],
-        micro_batch_multiple: int = 1,
     ) -> None:
         self._run, self._mesh, self._prompts, self._sampler = run, mesh, prompts, sampler
         self._rewards, self._state, self._log, self._iteration = rewards, state, log, iteration
-        self._settings, self._multiple = run.rollout, micro_batch_multiple
+        self._settings, self._judge, self._packing = run.rollout, judge, packing
         self.fingerprint = prompts.fingerprint
         self.step_metrics: Mapping[str, float] = {}
 
     def next_step(self, global_batch_size: int, consumed_samples: int) -> list[Batch]:
         """Returns this rank's micro-batches of the answers of a step; draws those that are due."""
         ahead, iteration = self._settings.rollout_staleness, self._iteration()
-        began, before = time.perf_counter(), self._sampler.seconds
+        began, before, judge_s = time.perf_counter(), self._sampler.seconds, self._judge.seconds
         while len(self._state.waiting) <= ahead:
-            self._state.put(self._draw_steps(global_batch_size, iteration))
+            self._state.put(self._draw_steps(global_batch_size, iteration) * self._settings.rollout_epochs)
         total_s, spent = time.perf_counter() - began, self._sampler.seconds.since(before)
-        self.step_metrics = {"draw s": spent.draw, "reward s": max(0.0, total_s - spent.draw - spent.handover)}
+        others_s = spent.draw + spent.handover + self._judge.seconds - judge_s
+        self.step_metrics = {"draw s": spent.draw, "reward s": max(0.0, total_s - others_s)}
         if not draws_in_place(self._run):
             self.step_metrics = {**self.step_metrics, "hand-over s": spent.handover}
-        return self._micro_batches(self._state.take())
+        answers = self._state.take()
+        batches = self._packing.micro_batches([self._segment(rollout) for rollout in answers])
+        self.step_metrics = {**self.step_metrics, **self._judge.learn(batches, answers)}
+        if self._judge.uses_models:
+            self.step_metrics = {**self.step_metrics, "judge s": self._judge.seconds - judge_s}
+        return batches
 
     def close(self) -> None:
         self._sampler.close()
@@ -98,13 +107,7 @@ class RolloutLoader:
                 (left_out if useless and not last else groups).append(group)
             if len(groups) == count:
                 break
-        rewards = np.array([[rollout.reward for rollout in group] for group in groups])
-        values = advantages(rewards, settings.advantage)
-        judged = [
-            replace(rollout, advantage=float(value))
-            for group, row in zip(groups, values)
-            for rollout, value in zip(group, row)
-        ]
+        judged = self._judge.judge(groups)
         self._write(
             iteration + 1 + len(self._state.waiting), [*judged, *(rollout for group in left_out for rollout in group)]
         )
@@ -150,24 +153,12 @@ class RolloutLoader:
             text = "WARNING: %d of %d answers could not be rewarded and are left out; most often (%d): %s"
             _log.warning(text, failures.total(), len(rollouts), count, reason)
 
-    def _micro_batches(self, rollouts: Sequence[Rollout]) -> list[Batch]:
-        run, dp = self._run, self._mesh.dp
-        segments = [self._segment(rollout) for rollout in rollouts]
-        packed = pack_segments([segment.num_positions for segment in segments], run.model.seq_length)
-        rows = [[segments[number] for number in row] for row in packed]
-        micro = run.train.micro_batch_size
-        per_rank = micro * self._multiple
-        count = -(-len(rows) // (per_rank * dp.size)) * per_rank
-        empty = [uncounted_like(segments[0])]
-        of_rank = [rows[at] if at < len(rows) else empty for at in range(dp.rank, count * dp.size, dp.size)]
-        return [make_segment_batch(of_rank[at : at + micro], run.model.seq_length) for at in range(0, count, micro)]
-
     def _segment(self, rollout: Rollout) -> PackedSegment:
         """Returns the segment of an answer; with the log-probabilities at its drawing as the old ones, if several steps learn from it.
 
         Where a single step learns from answers of former weights, importance weights correct that.
         """
-        segment = rollout.segment()
-        if self._settings.updates_per_rollout == 1:
+        segment, settings = rollout.segment(), self._settings
+        if OLD_LOG_PROBS in segment.of_ids or settings.updates_per_rollout * settings.rollout_epochs == 1:
             return segment
         return replace(segment, of_ids={**segment.of_ids, OLD_LOG_PROBS: segment.of_ids[DRAWN_LOG_PROBS]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from petatron.base.errors import ConfigError, Problem
@@ -17,6 +17,8 @@ from petatron.mesh.mesh import ParallelMesh
 from petatron.models.distillation import Distill
 from petatron.models.objective import build_objective
 from petatron.models.policy_gradient import PolicyGradient
+from petatron.posttrain.answer_judge import AnswerJudge
+from petatron.posttrain.critic import Critic
 from petatron.posttrain.environment_turns import EnvironmentTurns
 from petatron.posttrain.environments.environment import EnvironmentProperties
 from petatron.posttrain.environments.environment_pool import EnvironmentPool
@@ -26,6 +28,7 @@ from petatron.posttrain.prompts import PromptSet, read_prompt_files
 from petatron.posttrain.rewards.reward_spec import RewardSpec, parse_rewards
 from petatron.posttrain.rewards.reward_sum import RewardSum
 from petatron.posttrain.rewards.rollout_rewards import RolloutRewards
+from petatron.posttrain.rollout_batches import RolloutPacking
 from petatron.posttrain.rollout_engine import RolloutEngine
 from petatron.posttrain.rollout_loader import RolloutLoader
 from petatron.posttrain.rollout_log import RolloutLog
@@ -74,14 +77,17 @@ class RolloutSource:
             self._read(run, run.rollout.eval_prompts, "--eval-prompts") if run.rollout.eval_prompts else None
         )
         self._state = RolloutState()
+        self._critic: Critic | None = None
         self._loader: RolloutLoader | None = None
 
     def close(self) -> None:
         if self._loader is not None:
             self._loader.close()
 
-    def component(self) -> Stateful:
-        return self._state
+    def components(self, state: TrainState) -> Sequence[Stateful]:
+        if state.run.rollout.advantage == "gae":
+            self._critic = Critic(state.run, state.mesh, init_weights=state.weights_initialized)
+        return [self._state, *(() if self._critic is None else self._critic.components())]
 
     def open(self, state: TrainState, tokenizer: Tokenizer | None) -> tuple[DataLoaders, IterationEvaluator | None]:
         run, settings, mesh = state.run, state.run.rollout, state.mesh
@@ -92,12 +98,16 @@ class RolloutSource:
         else:
             stop_ids = () if self._tokenizer.eod is None else (self._tokenizer.eod,)
         end_of_turn = end_of_turn_id(self._tokenizer)
+        if self._critic is not None:
+            self._critic.start()
         stop_ids = tuple({*stop_ids, *(() if end_of_turn is None else (end_of_turn,))})
         engine = RolloutEngine(run, state.model, self._tokenizer, iteration=lambda: state.progress.iteration)
         sampler = RolloutSampler(run, engine, self._tokenizer, stop_ids, self._open_environment(run, mesh))
         reward_sum = RewardSum(self._rewards, workers=settings.reward_workers, timeout_s=settings.reward_timeout_s)
         rewards = RolloutRewards(mesh, reward_sum)
         log = RolloutLog(log_directory(run), gigabytes=settings.rollout_log_gigabytes)
+        multiple = mesh.pp.size if state.model.plan.virtual > 1 else 1
+        packing = RolloutPacking(run, mesh.dp, micro_batch_multiple=multiple)
         self._loader = loader = RolloutLoader(
             run,
             mesh,
@@ -106,8 +116,9 @@ class RolloutSource:
             rewards,
             self._state,
             log,
+            judge=AnswerJudge(settings, state.model, self._critic, packing),
+            packing=packing,
             iteration=lambda: state.progress.iteration,
-            micro_batch_multiple=mesh.pp.size if state.model.plan.virtual > 1 else 1,
         )
         evaluator = None
         if self._held_out is not None:

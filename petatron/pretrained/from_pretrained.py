@@ -91,25 +91,7 @@ def from_pretrained(
     precision = None if dtype is None else _precision_of(dtype)
     if isinstance(source, str | Path):
         path = local_model(source, where="from_pretrained")
-        companions = None
-        if detect_format(path) == "peft":
-            opened = open_model_reader(path, model_format="peft")
-            settings = opened.config_sections["model"], opened.config_sections.get("moe", {})
-            run = _run_config(settings, mesh, flags, precision, stored=opened.dtypes[_EMBEDDING])
-            contents = {
-                name: read_companion_file(file, CheckpointError) for name, file in opened.companion_files.items()
-            }
-            companions = CompanionFiles({}, contents)
-        elif detect_format(path) == "megatron":
-            saved = open_megatron(path)
-            stored = next(tensor.dtype for tensor in saved.tensors.values())
-            run = _run_config((saved.model, saved.moe), mesh, flags, precision, stored=stored)
-        else:
-            folder = open_model_folder(path)
-            files = find_companion_files(folder.path, CheckpointError)
-            contents = {name: read_companion_file(file, CheckpointError) for name, file in files.items()}
-            run = _folder_run_config(folder, mesh, flags, precision)
-            companions = CompanionFiles.from_config_json(folder.config, contents)
+        run, companions = _open_settings(path, mesh, flags, precision)
         model = build_initial_model(run, mesh or launch(run), init_weights=False, gradients=gradients)
         loaded = load_checkpoint(str(path), model=model, random_states=False, weights=weights)
         assert loaded is not None, "a folder without a model was opened as one"
@@ -125,6 +107,32 @@ def from_pretrained(
     _load_state_dict(model, content, tensors)
     model.companion_files = CompanionFiles.from_config_json(content, {})
     return model
+
+
+def folder_run_config(path: str | Path, mesh: ParallelMesh, *, flags: Sequence[str] = ()) -> RunConfig:
+    """Returns the config of the model that `from_pretrained` would open."""
+    return _open_settings(local_model(path, where="from_pretrained"), mesh, flags, None)[0]
+
+
+def _open_settings(
+    path: Path, mesh: ParallelMesh | None, flags: Sequence[str], precision: str | None
+) -> tuple[RunConfig, CompanionFiles | None]:
+    """Returns the config of a folder's model, and the files beside its weights."""
+    if detect_format(path) == "peft":
+        opened = open_model_reader(path, model_format="peft")
+        settings = opened.config_sections["model"], opened.config_sections.get("moe", {})
+        run = _run_config(settings, mesh, flags, precision, stored=opened.dtypes[_EMBEDDING])
+        contents = {name: read_companion_file(file, CheckpointError) for name, file in opened.companion_files.items()}
+        return run, CompanionFiles({}, contents)
+    if detect_format(path) == "megatron":
+        saved = open_megatron(path)
+        stored = next(tensor.dtype for tensor in saved.tensors.values())
+        return _run_config((saved.model, saved.moe), mesh, flags, precision, stored=stored), None
+    folder = open_model_folder(path)
+    files = find_companion_files(folder.path, CheckpointError)
+    contents = {name: read_companion_file(file, CheckpointError) for name, file in files.items()}
+    run = _folder_run_config(folder, mesh, flags, precision)
+    return run, CompanionFiles.from_config_json(folder.config, contents)
 
 
 def open_model_folder(path: Path) -> HuggingFaceFolder:

@@ -58,8 +58,8 @@ class RunStart:
 class RunSource(Protocol):
     """What a run trains on where that is no dataset, such as answers that the model draws itself."""
 
-    def component(self) -> Stateful:
-        """Returns its state, which checkpoints save and restore."""
+    def components(self, state: TrainState) -> Sequence[Stateful]:
+        """Returns its state, which checkpoints save and restore, for a run whose weights are not loaded yet; every rank calls it."""
         ...
 
     def open(self, state: TrainState, tokenizer: Tokenizer | None) -> tuple[DataLoaders, IterationEvaluator | None]:
@@ -123,7 +123,8 @@ def open_run(start: RunStart, mesh: ParallelMesh, source: RunSource | None = Non
     with report_out_of_memory(run, mesh.device, phase=lambda: "building the model"):
         state = TrainState.build_for_load(run, mesh, tokenizer)
         if source is not None:
-            state.add(source.component())
+            for component in source.components(state):
+                state.add(component)
     with report_out_of_memory(run, mesh.device, phase=lambda: "loading the checkpoint"):
         resumed = run.checkpoint.load is not None and state.load(run.checkpoint.load)
         pretrained = None if resumed else run.checkpoint.pretrained_checkpoint

@@ -24,6 +24,15 @@ def check_rollouts(config: RawRunConfig) -> Iterator[Problem]:
         updates = settings.updates_per_rollout
         rule = f"counts answers, and with --updates-per-rollout {updates} is not a multiple of --rollouts-per-prompt {per_prompt}"
         yield Problem("--global-batch-size", str(size), rule, f"Use {max(1, size // per_prompt) * per_prompt}.")
+    if per_prompt < 2 and settings.advantage != "gae":
+        rule = f"leaves --advantage {settings.advantage} nothing to measure a reward against"
+        yield Problem("--rollouts-per-prompt", str(per_prompt), rule, "Use 2 or more.")
+    if settings.advantage == "gae" and settings.redraw_equal_rewards:
+        rule = "replaces prompts whose answers all have one reward, and a critic learns from those too"
+        yield Problem("--redraw-equal-rewards", str(settings.redraw_equal_rewards), rule, "Leave it out.")
+    if settings.advantage == "gae" and config.model.model_type != "decoder":
+        rule = f"trains a critic, and --model-type {config.model.model_type} has no head for values"
+        yield Problem("--advantage", "gae", rule, "Use group, or another that compares answers.")
     if 0 < config.model.seq_length < settings.max_answer_tokens:
         rule = f"leaves no room for a prompt in --seq-length {config.model.seq_length}"
         yield Problem("--max-answer-tokens", str(settings.max_answer_tokens), rule, "Use a smaller one.")

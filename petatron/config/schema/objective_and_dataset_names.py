@@ -43,5 +43,7 @@ PREFERENCE_OBJECTIVES = (DPO, ORPO, SIMPO, KTO, REWARD)
 """The objectives that learn from preferences."""
 POLICY_GRADIENT = "policy-gradient"
 """The objective of reinforcement learning, on answers that the model drew itself."""
+VALUE = "value"
+"""The objective of a critic: what an answer is expected to return from each of its tokens on."""
 DISTILL = "distill"
 """The objective that learns the distribution of a teacher."""

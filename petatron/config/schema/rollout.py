@@ -5,13 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from petatron.config.schema.numeric_bounds import Factor, IterationCount, PositiveCount, RankCount, Seconds, SmallCount
+from petatron.config.schema.numeric_bounds import (
+    Factor,
+    Fraction,
+    IterationCount,
+    LearningRate,
+    PositiveCount,
+    RankCount,
+    Seconds,
+    SmallCount,
+)
 from petatron.config.schema.setting_metadata import Feature, used_with
 from petatron.config.schema.setting_types import FilePath
 
-AdvantageName = Literal["group", "centered", "leave-one-out", "batch"]
+AdvantageName = Literal["group", "centered", "leave-one-out", "batch", "gae"]
 
 _DRAWS = used_with("rollout.rollout_prompts")
+_CRITIC = used_with("rollout.advantage", value="gae")
 _EVALUATES = used_with("rollout.eval_prompts")
 
 
@@ -31,8 +41,9 @@ class RolloutConfig:
     answer."""
     max_turns: Annotated[PositiveCount, used_with("rollout.environment")] = 8
     """Answers of an episode at most. --max-answer-tokens holds for each, and --seq-length for all of them with what is between."""
-    rollouts_per_prompt: Annotated[SmallCount, "at least 2", _DRAWS] = 8
-    """Answers drawn for each prompt. `--global-batch-size` counts answers, so it is a multiple of it."""
+    rollouts_per_prompt: Annotated[PositiveCount, _DRAWS] = 8
+    """Answers drawn for each prompt, at least 2 unless a critic says what is expected of one. `--global-batch-size` counts answers, so it
+    is a multiple of it."""
     max_answer_tokens: Annotated[PositiveCount, _DRAWS] = 256
     """Tokens of an answer at most."""
     rollout_temperature: Annotated[Factor, "above 0", _DRAWS] = 1.0
@@ -41,9 +52,27 @@ class RolloutConfig:
     """Put prompts into the tokenizer's chat template, also those that are texts. Unset: messages alone."""
     advantage: Annotated[AdvantageName, _DRAWS] = "group"
     """What a reward is measured against: the mean of the prompt's answers, divided by their deviation (group) or not (centered); the mean
-    of its other answers (leave-one-out); that of its answers, divided by the deviation of all answers of a step (batch)."""
+    of its other answers (leave-one-out); that of its answers, divided by the deviation of all answers of a step (batch); or, token by
+    token, what a critic expected (gae: generalized advantage estimation), which is trained beside the model."""
+    discount: Annotated[Fraction, _CRITIC] = 1.0
+    """What a reward one token later is worth (gamma)."""
+    gae_lambda: Annotated[Fraction, _CRITIC] = 0.95
+    """How far advantages look ahead: 0, to the next value of the critic; 1, to the reward."""
+    whiten_advantages: Annotated[bool, _CRITIC] = True
+    """Shift and scale the advantages of all tokens that are drawn at once to mean 0 and deviation 1."""
+    value_clip: Annotated[Factor, _CRITIC] = 0.2
+    """How far a value of the critic may move from that before the first update on an answer; 0: any."""
+    critic: Annotated[FilePath, _CRITIC] | None = None
+    """Folder of the model that the critic starts from, such as a reward model. Unset: the one that the run starts from, with a new head."""
+    critic_lr: Annotated[LearningRate, "above 0", _CRITIC] | None = None
+    """Learning rate of the critic, with the schedule of `--lr`. Unset: `--lr`."""
     updates_per_rollout: Annotated[PositiveCount, _DRAWS] = 1
     """Steps that are trained on the answers that are drawn at once: each step has --global-batch-size of them."""
+    rollout_epochs: Annotated[PositiveCount, _DRAWS] = 1
+    """How many times the steps of answers that are drawn at once are trained on."""
+    old_log_probs: Annotated[Literal["drawn", "computed"], _DRAWS] = "drawn"
+    """What ratios are against where answers are trained on several times or later: the log-probabilities of the draw, or those that
+    training computes with the same weights, in a further pass; then importance weights correct for the difference of the two."""
     rollout_staleness: Annotated[SmallCount, _DRAWS] = 0
     """Answers are drawn so many steps before they are trained on, by the weights of then."""
     redraw_equal_rewards: Annotated[SmallCount, _DRAWS] = 0

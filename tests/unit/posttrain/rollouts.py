@@ -94,6 +94,7 @@ def learn(loaded: LoadedConfig, steps: int = 3, *, save_after: int | None = None
         metrics = train_step(state, batches, num_samples=size)
         assert metrics.grad_norm is not None and metrics.objective_metrics is not None
         values = {name: float(value) for name, value in metrics.objective_metrics.items()}
+        values |= {name: value for name, value in loader.step_metrics.items() if not name.endswith(" s")}
         learned.append(Learned(float(metrics.loss), float(metrics.grad_norm), values))
         if number == save_after:
             state.save()

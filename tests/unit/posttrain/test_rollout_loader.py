@@ -184,6 +184,9 @@ REFUSED = {
     "--rewards regex": "has no regular expression",
     "--global-batch-size 6 --micro-batch-size 1": "is not a multiple of --rollouts-per-prompt 4. Use 4",
     "--max-answer-tokens 30": "leaves no room for a prompt in --seq-length 24",
+    "--rollouts-per-prompt 1": "leaves --advantage group nothing to measure a reward against. Use 2 or more",
+    "--advantage gae --redraw-equal-rewards 1": "and a critic learns from those too",
+    "--objective-settings kl_in_reward=-1": "kl_in_reward=-1.0 is below 0",
     "--rollout-chat": "needs a chat template, and the tokenizer has none",
     "--rampup-batch-size 8 8 64": "changes how many answers a step has",
 }
