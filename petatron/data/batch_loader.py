@@ -132,6 +132,12 @@ class BatchLoader:
         # Two epochs are in use at once where one ends inside a batch.
         self._permutation = lru_cache(maxsize=2)(partial(epoch_permutation, options.seed))
         self._prefetched: OrderedDict[tuple[int, int], Future[list[Batch]]] = OrderedDict()
+        self._extensions: list[Callable[[Batch], Batch]] = []
+
+    def extend_batches(self, extension: Callable[[Batch], Batch]) -> None:
+        """Adds what a function adds to each micro-batch, on the host, from the next one on; before the first step is read."""
+        self._cancel_prefetch()
+        self._extensions.append(extension)
 
     def next_step(self, global_batch_size: int, consumed_samples: int) -> list[Batch]:
         """Returns this rank's micro-batches of the step over samples consumed .. consumed + global_batch_size.
@@ -194,12 +200,16 @@ class BatchLoader:
         total = len(self.dataset)
         if self.options.dataloader_type == "single" and consumed_samples + global_batch_size > total:
             return []
-        batches = [self._batch(row) for row in self.dataset_indices(global_batch_size, consumed_samples)]
+        batches = [self.batch(row) for row in self.dataset_indices(global_batch_size, consumed_samples)]
         return [batch.pin_memory() for batch in batches] if self.options.pin_memory else batches
 
-    def _batch(self, numbers: NDArray[np.int64]) -> Batch:
+    def batch(self, numbers: NDArray[np.int64]) -> Batch:
+        """Returns the micro-batch of some samples of the dataset."""
         try:
-            return self._collate([self.dataset[int(number)] for number in numbers], self.options)
+            batch = self._collate([self.dataset[int(number)] for number in numbers], self.options)
+            for extend in self._extensions:
+                batch = extend(batch)
+            return batch
         except DataError as error:
             raise DataError(f"{error} (Samples {', '.join(map(str, numbers))} of the dataset.)") from error
 

@@ -17,9 +17,9 @@ others: weights of tokens, sums per sample.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from torch import Tensor
 
@@ -55,6 +55,21 @@ class ModelRole:
     def array(self, role: str, output: str) -> str:
         """The name of the batch's array with an output: `teacher.logits`."""
         return f"{role}.{output}"
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRole:
+    """What an objective reads of a frozen model that is not in memory: arrays that are stored for each segment or row of the data.
+
+    arrays: their names in the batch, as the loader reads them. folder: where they are; None: a cache beside the data, which the run fills
+    before it trains with what `compute` makes of the outputs of `model` and of the batch.
+    """
+
+    per: Literal["segment", "row"]
+    arrays: tuple[str, ...]
+    folder: str | None = None
+    model: ModelRole | None = None
+    compute: Callable[[Mapping[str, Tensor], Batch], Mapping[str, Tensor]] | None = None
 
 
 class Objective(ABC):
@@ -111,6 +126,11 @@ class Objective(ABC):
     @property
     def models(self) -> Mapping[str, ModelRole]:
         """The models that it reads, by role; their outputs are arrays `role.output` of the batch."""
+        return {}
+
+    @property
+    def stored(self) -> Mapping[str, StoredRole]:
+        """What it reads of models that are not in memory, by role."""
         return {}
 
     @property

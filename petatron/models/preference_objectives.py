@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from petatron.base.errors import DataError
 from petatron.config.schema.objective_and_dataset_names import (
     DPO,
     KTO,
@@ -34,7 +35,7 @@ from petatron.config.schema.objective_and_dataset_names import (
 )
 from petatron.models.batch import Batch
 from petatron.models.decoder import LABEL_LOGITS, TOKEN_LOSSES
-from petatron.models.objective import START, ModelRole, Objective, check_settings, register_objective
+from petatron.models.objective import START, ModelRole, Objective, StoredRole, check_settings, register_objective
 from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec
 
 PAIR_MASK = "pair_mask"
@@ -106,20 +107,51 @@ class _WithReference(Objective):
     """Reads a frozen reference, by the log-probabilities of whole segments."""
 
     reference: str
+    cache_reference: bool
 
     @property
     def models(self) -> Mapping[str, ModelRole]:
-        return {_REFERENCE: ModelRole(self.reference, outputs=(TOKEN_LOSSES,))}
+        return {} if self.cache_reference else {_REFERENCE: self._model}
+
+    @property
+    def stored(self) -> Mapping[str, StoredRole]:
+        if not self.cache_reference:
+            return {}
+        return {
+            _REFERENCE: StoredRole("segment", (_REFERENCE_LOG_PROBS,), model=self._model, compute=_reference_arrays)
+        }
+
+    @property
+    def _model(self) -> ModelRole:
+        return ModelRole(self.reference, outputs=(TOKEN_LOSSES,))
 
     def prepare(self, batch: Batch) -> Batch:
-        array = self.models[_REFERENCE].array(_REFERENCE, TOKEN_LOSSES)
-        return batch.with_arrays(**{_REFERENCE_LOG_PROBS: segment_log_probs(batch[array], batch)})
+        if self.cache_reference:
+            if _REFERENCE_LOG_PROBS not in batch:
+                raise DataError(
+                    "Log-probabilities of the reference (cache_reference=true) are not in the batch. `petatron train` computes them, and "
+                    "adds them to batches of files; elsewhere leave the setting out."
+                )
+            return batch
+        array = self._model.array(_REFERENCE, TOKEN_LOSSES)
+        return batch.with_arrays(**_reference_arrays({TOKEN_LOSSES: batch[array]}, batch))
+
+
+def _reference_arrays(outputs: Mapping[str, Tensor], batch: Batch) -> Mapping[str, Tensor]:
+    return {_REFERENCE_LOG_PROBS: segment_log_probs(outputs[TOKEN_LOSSES], batch)}
+
+
+def _gains(token_losses: Tensor, batch: Batch) -> Tensor:
+    """Returns how much more likely each segment is than under the reference."""
+    own = segment_log_probs(token_losses, batch)
+    return own - batch[_REFERENCE_LOG_PROBS].to(own.dtype)
 
 
 @dataclass(frozen=True)
 class DirectPreference(_PairObjective, _WithReference):
-    """reference: a folder, or `start`. chosen_weight: of the cross-entropy of chosen answers. length_normalized: means over tokens are
-    compared, as ipo does in any case.
+    """reference: a folder, or `start`. cache_reference: its log-probabilities are stored beside the data.
+
+    chosen_weight: of the cross-entropy of chosen answers. length_normalized: means over tokens are compared, as ipo does in any case.
     """
 
     beta: float = 0.1
@@ -128,6 +160,7 @@ class DirectPreference(_PairObjective, _WithReference):
     length_normalized: bool = False
     chosen_weight: float = 0.0
     reference: str = START
+    cache_reference: bool = False
 
     def __post_init__(self) -> None:
         used = not self.label_smoothing or self.loss_type in ("sigmoid", "robust")
@@ -139,7 +172,7 @@ class DirectPreference(_PairObjective, _WithReference):
         )
 
     def _scores(self, token_losses: Tensor, batch: Batch) -> Tensor:
-        gains = segment_log_probs(token_losses, batch) - batch[_REFERENCE_LOG_PROBS]
+        gains = _gains(token_losses, batch)
         normalized = self.length_normalized or self.loss_type == "ipo"
         return gains / segment_lengths(batch, gains.dtype) if normalized else gains
 
@@ -205,7 +238,7 @@ class KahnemanTverskyPreference(_WithReference):
     """Segments are in turns an answer and an answer to another prompt after the same prompt, by which the divergence is estimated.
 
     That is the mean over a micro-batch on all data-parallel ranks, so --micro-batch-size times the data-parallel size is part of the loss.
-    reference: a folder, or `start`.
+    reference: a folder, or `start`. cache_reference: its log-probabilities are stored beside the data.
     """
 
     reads_all_samples: ClassVar[bool] = True
@@ -213,6 +246,7 @@ class KahnemanTverskyPreference(_WithReference):
     desirable_weight: float = 1.0
     undesirable_weight: float = 1.0
     reference: str = START
+    cache_reference: bool = False
 
     def __post_init__(self) -> None:
         check_settings(
@@ -246,7 +280,7 @@ class KahnemanTverskyPreference(_WithReference):
         return {ACCURACY: right.to(gains.dtype), "divergence": divergence.expand_as(gains)}
 
     def _gains(self, token_losses: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-        gains = segment_log_probs(token_losses, batch) - batch[_REFERENCE_LOG_PROBS]
+        gains = _gains(token_losses, batch)
         of_others = gains[1::2].detach()
         sum_and_count = torch.stack([of_others.sum(), of_others.new_tensor(float(len(of_others)))])
         total, count = batch.all_samples(sum_and_count.unsqueeze(0))[0].sum(dim=0)

@@ -304,7 +304,7 @@ class ParallelModel:
             raise TrainError(
                 f"The model has no output {', '.join(map(repr, unknown))}. It has: {', '.join(self.io.outputs) or 'none'}."
             )
-        return self._run_forward(self._split(batches), collect).collected
+        return self._run_forward(self.split(batches), collect).collected
 
     def _run_forward(self, batches: Sequence[Batch], collect: Collection[str] = ()) -> StepResult:
         self._set_mode(training=False)
@@ -314,13 +314,14 @@ class ParallelModel:
             return self._pipeline.run(schedule, batches, collect=collect)
         return self._run_evaluation(schedule, batches)
 
-    def _split(self, batches: Sequence[Batch]) -> list[Batch]:
+    def split(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Returns this rank's parts of whole batches, with what the model adds to them."""
         batches = batches if self.io.extend_batch is None else [self.io.extend_batch(batch) for batch in batches]
         return [split_batch(batch, self.mesh.cp, order=self.io.sequence_order) for batch in batches]
 
     def _prepare(self, batches: Sequence[Batch]) -> list[Batch]:
         """Splits whole batches, and adds what the objective reads: outputs of its models, and what it prepares of them."""
-        local, objective = self._split(batches), self.objective
+        local, objective = self.split(batches), self.objective
         if objective.reads_all_samples and self.mesh.dp.size > 1:
             part = SamplePart(self.mesh.dp.rank, partial(collectives.gather_from_region, axis=self.mesh.dp))
             local = [replace(batch, sample_part=part) for batch in local]

@@ -32,6 +32,7 @@ from petatron.train.report.text_samples import SamplePrompt, TextSampler, read_p
 from petatron.train.state.check_run_dirs import check_run_dirs
 from petatron.train.state.optional_components import check_components
 from petatron.train.state.train_state import TrainState
+from petatron.train.stored_role_outputs import attach_stored_outputs
 from petatron.train.training_loop import TrainLoop
 from petatron.validate.preflight import preflight
 
@@ -140,6 +141,7 @@ def open_run(start: RunStart, mesh: ParallelMesh, source: RunSource | None = Non
             lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples),
             local_rank=environment.local_rank,
         )
+        attach_stored_outputs(run, state.model, loaders)
     headline = start.header.lines(length, tokenizer)
     if resumed:
         how = "weights" if run.checkpoint.finetune else f"resumed at iteration {state.progress.iteration}"
