@@ -101,7 +101,11 @@ class StoredOutputs:
                     for path in sorted(self.folder.glob(f"{stem}-*.npy"))
                 }
                 keys = arrays.pop(_KEYS)
-                if keys.dtype != np.uint8 or keys.shape[1:] != (16,) or any(len(x) != len(keys) for x in arrays.values()):
+                if (
+                    keys.dtype != np.uint8
+                    or keys.shape[1:] != (16,)
+                    or any(len(x) != len(keys) for x in arrays.values())
+                ):
                     raise ValueError("has other entries than keys")
             self._places |= {key.tobytes(): (len(self._parts), row) for row, key in enumerate(np.asarray(keys))}
             self._parts.append(arrays)
@@ -133,7 +137,7 @@ class StoredOutputs:
                 np.save(file, array, allow_pickle=False)
 
 
-class PartWriter:
+class StoredOutputsWriter:
     """Collects the entries of one rank, and writes a part when there are enough, or a minute has passed."""
 
     def __init__(self, store: StoredOutputs, part_bytes: int = _PART_BYTES) -> None:
@@ -163,8 +167,6 @@ def batch_extension(store: StoredOutputs, unit: Unit, names: Sequence[str]) -> C
         stored = store.arrays(unit_keys(batch, unit), names)
         dims = {} if unit == "row" else dict.fromkeys(names)
         arrays = {name: torch.from_numpy(array) for name, array in stored.items()}
-        return replace(
-            batch, arrays={**batch.arrays, **arrays}, sequence_dims={**batch.sequence_dims, **dims}
-        )
+        return replace(batch, arrays={**batch.arrays, **arrays}, sequence_dims={**batch.sequence_dims, **dims})
 
     return extend

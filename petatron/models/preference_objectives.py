@@ -143,8 +143,8 @@ def _reference_arrays(outputs: Mapping[str, Tensor], batch: Batch) -> Mapping[st
 
 def _gains(token_losses: Tensor, batch: Batch) -> Tensor:
     """Returns how much more likely each segment is than under the reference."""
-    own = segment_log_probs(token_losses, batch)
-    return own - batch[_REFERENCE_LOG_PROBS].to(own.dtype)
+    log_probs = segment_log_probs(token_losses, batch)
+    return log_probs - batch[_REFERENCE_LOG_PROBS].to(log_probs.dtype)
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from petatron.data.batch_loader import BatchLoader
 from petatron.data.blended_dataset import parse_weighted_prefixes
 from petatron.data.index_cache import cached_digest, fingerprint
 from petatron.data.sample_index_folder import sample_index_folder
-from petatron.data.stored_outputs import PartWriter, StoredOutputs, batch_extension, unit_keys
+from petatron.data.stored_outputs import StoredOutputs, StoredOutputsWriter, batch_extension, unit_keys
 from petatron.mesh.json_collectives import all_gather_json
 from petatron.mesh.mesh import ParallelMesh
 from petatron.models.batch import Batch
@@ -66,8 +66,8 @@ def _evaluated(run: RunConfig, loaders: DataLoaders) -> Iterator[tuple[object, i
     for loader in (*loaders.valid.values(), loaders.test):
         if isinstance(loader, BatchLoader):
             size = len(loader.dataset)
-            whole = run.train.full_validation and loader is not loaders.test
-            yield loader, size if whole else min(size, count)
+            reads_all = run.train.full_validation and loader is not loaders.test
+            yield loader, size if reads_all else min(size, count)
 
 
 def _fill(
@@ -83,7 +83,7 @@ def _fill(
         store.create()
     all_gather_json(None, model.mesh.control)
     store.read_parts()
-    frozen, writer, found = None, PartWriter(store), len(store)
+    frozen, writer, num_stored = None, StoredOutputsWriter(store), len(store)
     for loader, size in sizes.items():
         for batches in _missing_batches(loader, size, stored, store, model.mesh):
             if frozen is None:
@@ -95,8 +95,8 @@ def _fill(
     writer.flush()
     all_gather_json(None, model.mesh.control)
     store.read_parts()
-    computed = len(store) - found
-    _log_once(model.mesh, f"{role}: {found:,} stored outputs found, {computed:,} computed; no {role} is in memory")
+    computed = len(store) - num_stored
+    _log_once(model.mesh, f"{role}: {num_stored:,} stored outputs found, {computed:,} computed; no {role} is in memory")
 
 
 def _missing_batches(
@@ -119,7 +119,7 @@ def _missing_batches(
 
 @torch.no_grad()
 def compute_outputs(
-    frozen: RoleModel, model: ParallelModel, stored: StoredRole, writer: PartWriter, batches: list[Batch]
+    frozen: RoleModel, model: ParallelModel, stored: StoredRole, writer: StoredOutputsWriter, batches: list[Batch]
 ) -> None:
     """Computes the arrays of micro-batches, and writes them on one of the ranks that have them; `model` says where outputs are."""
     assert stored.model is not None and stored.compute is not None

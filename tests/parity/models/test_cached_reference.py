@@ -24,17 +24,20 @@ from petatron.validate import load_config
 from tests.dist import RankPool
 from tests.heard import heard
 from tests.parity.harness import TINY, tiny_run, train
-from tests.parity.models.test_preference_objectives import _TEXT, OBJECTIVES, folder  # noqa: F401
+from tests.parity.models import test_preference_objectives as preferences
+
+folder = preferences.folder
+"""A model to start from, pairs, and answers that are desirable or not."""
 
 LOG = "petatron.train.stored_role_outputs"
 
 
-def load(folder: Path, objective: str, flags: str = "", world_size: int = 1) -> LoadedConfig:  # noqa: F811
+def load(folder: Path, objective: str, flags: str = "", world_size: int = 1) -> LoadedConfig:
     data = folder / ("single.jsonl" if objective == "kto" else "pairs.jsonl")
     micro = 4 // (2 if "--dp 2" in flags else 1)
     words = (
-        f"{TINY} --fp64 {_TEXT} --no-mock-data --data-path {data} --split 80,20,0 --pretrained-checkpoint {folder}/start "
-        f"--micro-batch-size {micro} --global-batch-size 8 --train-iters 3 {OBJECTIVES[objective]}"
+        f"{TINY} --fp64 {preferences._TEXT} --no-mock-data --data-path {data} --split 80,20,0 --pretrained-checkpoint {folder}/start "
+        f"--micro-batch-size {micro} --global-batch-size 8 --train-iters 3 {preferences.OBJECTIVES[objective]}"
     )
     return load_config(f"{words} {flags}".replace("--mock-data ", "", 1).split(), world_size=world_size)
 
@@ -61,7 +64,7 @@ CACHED = "--objective-settings {settings} cache_reference=true --data-cache-path
 SETTINGS = {"dpo": "beta=0.5 chosen_weight=0.2", "kto": "beta=0.5"}
 
 
-def cached(folder: Path, objective: str, cache: Path, flags: str = "", world_size: int = 1) -> LoadedConfig:  # noqa: F811
+def cached(folder: Path, objective: str, cache: Path, flags: str = "", world_size: int = 1) -> LoadedConfig:
     added = CACHED.format(settings=SETTINGS[objective], cache=cache)
     return load(folder, objective, f"{added} {flags}", world_size)
 
@@ -79,18 +82,25 @@ def cached(folder: Path, objective: str, cache: Path, flags: str = "", world_siz
     ],
 )
 def test_a_cached_reference_trains_as_a_live_one(
-    ranks: RankPool, folder: Path, tmp_path: Path, objective: str, layout: str, world_size: int  # noqa: F811
+    ranks: RankPool,
+    folder: Path,
+    tmp_path: Path,
+    objective: str,
+    layout: str,
+    world_size: int,
 ):
     evaluates = layout if layout.startswith("--eval") else ""
     live = losses(load(folder, objective, evaluates))
     run = cached(folder, objective, tmp_path / "cache", layout, world_size)
-    for parts in (ranks.run(losses, world_size, run) for _ in range(2)) if world_size > 1 else ([losses(run)] for _ in "12"):
+    for parts in (
+        (ranks.run(losses, world_size, run) for _ in range(2)) if world_size > 1 else ([losses(run)] for _ in "12")
+    ):
         for found in parts:
             assert found[0] == 0 and live[0] == 1
             assert found[1:] == pytest.approx(live[1:], rel=1e-9, abs=1e-12)
 
 
-def test_a_second_run_opens_no_reference(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_a_second_run_opens_no_reference(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Of all pairs, in another order and batch size; one of other weights has a cache of its own."""
     with heard(LOG) as lines:
         open_here(cached(folder, "dpo", tmp_path, "--train-iters 20"))
@@ -106,13 +116,13 @@ def test_a_second_run_opens_no_reference(folder: Path, tmp_path: Path, monkeypat
     assert len(lines) == 1 and ", 0 computed" in lines[0]
 
 
-def other_weights(folder: Path, place: Path) -> Path:  # noqa: F811
-    run = tiny_run(f"{_TEXT} --seed 8", dtype="float64")
+def other_weights(folder: Path, place: Path) -> Path:
+    run = tiny_run(f"{preferences._TEXT} --seed 8", dtype="float64")
     petatron.save_checkpoint(place / "other", step=1, model=petatron.build_model(run, ParallelMesh.single()))
     return place / "other"
 
 
-def test_a_pass_that_was_killed_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):  # noqa: F811
+def test_a_pass_that_was_killed_goes_on(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compute, calls = stored_role_outputs.compute_outputs, []
 
     def killed(*arguments: Any) -> None:
@@ -132,24 +142,26 @@ def test_a_pass_that_was_killed_goes_on(folder: Path, tmp_path: Path, monkeypatc
     assert 0 < found < computed + found
 
 
-def test_data_without_a_place_for_a_cache_is_refused(folder: Path, tmp_path: Path):  # noqa: F811
+def test_data_without_a_place_for_a_cache_is_refused(folder: Path, tmp_path: Path):
     settings = "--objective dpo --objective-settings cache_reference=true"
-    run = load_config(f"{TINY} --fp64 {_TEXT} --pretrained-checkpoint {folder}/start {settings}".split())
+    run = load_config(f"{TINY} --fp64 {preferences._TEXT} --pretrained-checkpoint {folder}/start {settings}".split())
     with pytest.raises(DataError, match="is kept beside the data, and there is no folder for it"):
         open_here(run)
     with pytest.raises(DataError, match=r"are not in the batch\. `petatron train` computes them"):
         train(run.config)  # a loop of one's own
 
 
-def test_texts_without_an_entry_are_refused(folder: Path, tmp_path: Path):  # noqa: F811
+def test_texts_without_an_entry_are_refused(folder: Path, tmp_path: Path):
     opened = open_here(cached(folder, "dpo", tmp_path))
     store = stored_outputs.StoredOutputs(tmp_path, {})
     opened.loaders.train.extend_batches(stored_outputs.batch_extension(store, "segment", ("reference_log_probs",)))
-    with pytest.raises(DataError, match="has no outputs for .* texts of a micro-batch: they were stored for other data"):
+    with pytest.raises(
+        DataError, match=r"has no outputs for .* texts of a micro-batch: they were stored for other data"
+    ):
         opened.loaders.train.next_step(8, 0)
 
 
-def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path):  # noqa: F811
+def test_a_damaged_folder_is_refused(folder: Path, tmp_path: Path):
     open_here(cached(folder, "dpo", tmp_path))
     [keys] = tmp_path.glob("reference-*/*-keys.npy")
     np.save(keys, np.zeros((3, 16), np.uint8))

@@ -16,8 +16,11 @@ from petatron.verify.compare_traces import Tolerances
 from tests.dist import RankPool
 from tests.longform import later
 from tests.parity.harness import check_traces, tiny_run, train
-from tests.parity.models.test_preference_objectives import folder, run_of  # noqa: F401
+from tests.parity.models import test_preference_objectives as preferences
 from tests.unit.posttrain import rollouts
+
+folder = preferences.folder
+"""A model to start from, pairs, and answers that are desirable or not."""
 
 BOUNDS = Tolerances(loss=1e-12, gradient=1e-12, parameter=1e-12)
 LORA = "--adapter lora --adapter-rank 3 --adapter-alpha 5 --num-query-groups 4 --lr 0.05"
@@ -30,29 +33,29 @@ LAYOUTS = {
 }
 
 
-def dpo_run(folder: Path, reference: str, flags: str = "", world_size: int = 1):  # noqa: F811
+def dpo_run(folder: Path, reference: str, flags: str = "", world_size: int = 1):
     settings = f"--objective-settings beta=0.5 reference={reference}"
-    return run_of(folder, "dpo", f"{LORA} {settings} {flags}", world_size=world_size)
+    return preferences.run_of(folder, "dpo", f"{LORA} {settings} {flags}", world_size=world_size)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_shared_reference_trains_as_a_copy(ranks: RankPool, folder: Path, layout: str):  # noqa: F811
+def test_a_shared_reference_trains_as_a_copy(ranks: RankPool, folder: Path, layout: str):
     copied = train(dpo_run(folder, f"{folder}/start"))
     check_traces(ranks, dpo_run(folder, "start", layout, LAYOUTS[layout]), copied, BOUNDS)
 
 
 @pytest.mark.parametrize("kind", [later("dora"), "ia3"])
-def test_others_are_turned_off_too(ranks: RankPool, folder: Path, kind: str):  # noqa: F811
+def test_others_are_turned_off_too(ranks: RankPool, folder: Path, kind: str):
     copied = train(dpo_run(folder, f"{folder}/start", f"--adapter {kind}"))
     check_traces(ranks, dpo_run(folder, "start", f"--adapter {kind}"), copied, BOUNDS)
 
 
-def open_reference(folder: Path, flags: str, reference: str = "start") -> tuple[ParallelModel, object]:  # noqa: F811
+def open_reference(folder: Path, flags: str, reference: str = "start") -> tuple[ParallelModel, object]:
     state = TrainState.build_for_load(dpo_run(folder, reference, flags), ParallelMesh.single())
     return state.model, state.model.role_models["reference"]
 
 
-def test_it_has_no_tensors_of_its_own(folder: Path):  # noqa: F811
+def test_it_has_no_tensors_of_its_own(folder: Path):
     model, reference = open_reference(folder, "")
     assert isinstance(reference, ModelBeneathAdapters) and reference.model is model
     _, copied = open_reference(folder, "", reference=f"{folder}/start")
@@ -60,7 +63,7 @@ def test_it_has_no_tensors_of_its_own(folder: Path):  # noqa: F811
     assert sum(p.numel() for p in copied.module.parameters()) > 10_000
 
 
-def test_whatever_else_is_trained_is_copied(folder: Path, tmp_path: Path):  # noqa: F811
+def test_whatever_else_is_trained_is_copied(folder: Path, tmp_path: Path):
     """Its weights would change with the run; so would adapters that the run starts with."""
     assert isinstance(open_reference(folder, "--adapter-also-train *norm*")[1], ParallelModel)
     adapted = tiny_run(f"--vocab-size 257 --make-vocab-size-divisible-by 1 --seq-length 48 {LORA}", dtype="float64")
@@ -69,7 +72,7 @@ def test_whatever_else_is_trained_is_copied(folder: Path, tmp_path: Path):  # no
     assert isinstance(reference, ParallelModel) and reference.spec.config.adapter == "lora"
 
 
-def test_the_model_has_its_adapters_again_when_a_reference_fails(folder: Path):  # noqa: F811
+def test_the_model_has_its_adapters_again_when_a_reference_fails(folder: Path):
     model, reference = open_reference(folder, "")
     with torch.no_grad():
         for parameter in model.module.parameters():  # which are zero before a load
