@@ -25,6 +25,8 @@ from petatron.posttrain.environments.environment_pool import EnvironmentPool
 from petatron.posttrain.environments.environment_spec import environment_backend
 from petatron.posttrain.prompt_evaluation import PromptEvaluator
 from petatron.posttrain.prompts import PromptSet, read_prompt_files
+from petatron.posttrain.rewards.code_rewards import check_sandbox
+from petatron.posttrain.rewards.code_sandbox import SandboxLimits
 from petatron.posttrain.rewards.reward_spec import RewardSpec, parse_rewards
 from petatron.posttrain.rewards.reward_sum import RewardSum
 from petatron.posttrain.rewards.rollout_rewards import RolloutRewards
@@ -40,6 +42,8 @@ from petatron.train.report.task_evaluation import IterationEvaluator
 from petatron.train.run_training import log_directory, run_training
 from petatron.train.state.train_state import TrainState
 from petatron.train.training_loop import TrainingResult
+
+_GIGABYTE = 1 << 30
 
 
 def run_posttraining(loaded: LoadedConfig, *, subcommands: Collection[str] = ()) -> TrainingResult:
@@ -68,6 +72,13 @@ class RolloutSource:
         rewarded = self._environment is not None or isinstance(build_objective(run), Distill)
         needed = run.rollout.rewards or not rewarded or (run.rollout.eval_prompts and self._environment is None)
         self._rewards: list[RewardSpec] = parse_rewards(run.rollout.rewards) if needed else []
+        self._sandbox = SandboxLimits(
+            seconds=run.rollout.code_timeout_s,
+            memory_bytes=int(run.rollout.code_memory_gigabytes * _GIGABYTE),
+            isolated=not run.rollout.code_without_isolation,
+        )
+        if any(spec.tests_key for spec in self._rewards):
+            check_sandbox(self._sandbox)
         self._properties = EnvironmentProperties()
         if self._environment is not None:
             self._properties = self._environment.properties
@@ -103,7 +114,12 @@ class RolloutSource:
         stop_ids = tuple({*stop_ids, *(() if end_of_turn is None else (end_of_turn,))})
         engine = RolloutEngine(run, state.model, self._tokenizer, iteration=lambda: state.progress.iteration)
         sampler = RolloutSampler(run, engine, self._tokenizer, stop_ids, self._open_environment(run, mesh))
-        reward_sum = RewardSum(self._rewards, workers=settings.reward_workers, timeout_s=settings.reward_timeout_s)
+        reward_sum = RewardSum(
+            self._rewards,
+            workers=settings.reward_workers,
+            timeout_s=settings.reward_timeout_s,
+            sandbox=self._sandbox,
+        )
         rewards = RolloutRewards(mesh, reward_sum)
         log = RolloutLog(log_directory(run), gigabytes=settings.rollout_log_gigabytes)
         multiple = mesh.pp.size if state.model.plan.virtual > 1 else 1

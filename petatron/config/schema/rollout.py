@@ -8,6 +8,7 @@ from typing import Annotated, ClassVar, Literal
 from petatron.config.schema.numeric_bounds import (
     Factor,
     Fraction,
+    Gigabytes,
     IterationCount,
     LearningRate,
     PositiveCount,
@@ -15,13 +16,19 @@ from petatron.config.schema.numeric_bounds import (
     Seconds,
     SmallCount,
 )
-from petatron.config.schema.setting_metadata import Feature, used_with
+from petatron.config.schema.setting_metadata import Feature, UsedWhen, used_with
 from petatron.config.schema.setting_types import FilePath
 
 AdvantageName = Literal["group", "centered", "leave-one-out", "batch", "gae"]
 
 _DRAWS = used_with("rollout.rollout_prompts")
 _CRITIC = used_with("rollout.advantage", value="gae")
+_RUNS_CODE = UsedWhen(
+    lambda run: any(
+        text.partition("*")[2].startswith("code") or text.startswith("code") for text in run.rollout.rewards
+    ),
+    "it is for --rewards code",
+)
 _EVALUATES = used_with("rollout.eval_prompts")
 
 
@@ -81,6 +88,12 @@ class RolloutConfig:
     """Seconds that a reward of one answer may take; it is worth nothing after that, and left out of the step."""
     reward_workers: Annotated[PositiveCount, _DRAWS] = 2
     """Rewards of Python functions, steps of environments, and requests to servers of them, that are computed at a time."""
+    code_timeout_s: Annotated[Seconds, "above 0", _RUNS_CODE] = 5.0
+    """Seconds that a test of `--rewards code` may take; it has failed after that."""
+    code_memory_gigabytes: Annotated[Gigabytes, "above 0", _RUNS_CODE] = 1.0
+    """Memory of each process of a test of `--rewards code`."""
+    code_without_isolation: Annotated[bool, _RUNS_CODE] = False
+    """Let code of `--rewards code` see the files and the network of this machine, where the system does not let it be isolated."""
     rollout_log_gigabytes: Annotated[Factor, _DRAWS] = 1.0
     """Disk space for answers with their rewards, in `rollouts` of the run folder; the oldest are removed. 0 writes none."""
     rollout_sequences: Annotated[PositiveCount, _DRAWS] = 256

@@ -9,14 +9,19 @@ from pathlib import Path
 from petatron.base.errors import Problem, raise_problems
 from petatron.config.schema.fields import closest_matches
 from petatron.posttrain.http_client import HTTP_SCHEMES
+from petatron.posttrain.rewards.code_rewards import TESTS_KEY
 from petatron.posttrain.rewards.text_rewards import TEXT_REWARDS, TextReward
 
 _FLAG = "--rewards"
+CODE = "code"
+REWARD_NAMES = sorted((*TEXT_REWARDS, CODE))
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
-    """A reward and its weight in the sum. Of a function: file and name; of a server: its address; else the rule about texts."""
+    """A reward and its weight in the sum. Of a function: file and name; of a server: its address; of code: the key of
+    its tests; else the rule about texts.
+    """
 
     text: str
     weight: float
@@ -24,6 +29,7 @@ class RewardSpec:
     file: Path | None = None
     function: str = ""
     url: str = ""
+    tests_key: str = ""
 
 
 def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
@@ -34,7 +40,7 @@ def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
     >>> parse_rewards(["exakt"])
     Traceback (most recent call last):
     petatron.base.errors.ConfigError: 1 problem in this configuration:
-      --rewards exakt is no reward. Did you mean exact? Known: contains, exact, json, math, regex; or give FILE.py:FUNCTION or http://HOST/PATH.
+      --rewards exakt is no reward. Did you mean exact? Known: code, contains, exact, json, math, regex; or give FILE.py:FUNCTION or http://HOST/PATH.
     """
     specs: list[RewardSpec] = []
     problems: list[Problem] = []
@@ -46,7 +52,7 @@ def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
             specs.append(result)
     if not texts:
         problems.append(
-            Problem(_FLAG, "", "is missing", f"Name what answers are rewarded for: {', '.join(sorted(TEXT_REWARDS))}.")
+            Problem(_FLAG, "", "is missing", f"Name what answers are rewarded for: {', '.join(REWARD_NAMES)}.")
         )
     raise_problems(problems)
     return specs
@@ -68,11 +74,13 @@ def _parse(text: str) -> RewardSpec | Problem:
         if not Path(name).is_file():
             return Problem(_FLAG, text, f"names the file {name}, which does not exist", "Correct the path.")
         return RewardSpec(text, weight, file=Path(name).resolve(), function=argument)
+    if name == CODE:
+        return RewardSpec(text, weight, tests_key=argument or TESTS_KEY)
     kind = TEXT_REWARDS.get(name)
     if kind is None:
-        close = closest_matches(name, TEXT_REWARDS, count=1)
+        close = closest_matches(name, REWARD_NAMES, count=1)
         hint = f"Did you mean {close[0]}? " if close else ""
-        fix = f"{hint}Known: {', '.join(sorted(TEXT_REWARDS))}; or give FILE.py:FUNCTION or http://HOST/PATH."
+        fix = f"{hint}Known: {', '.join(REWARD_NAMES)}; or give FILE.py:FUNCTION or http://HOST/PATH."
         return Problem(_FLAG, text, "is no reward", fix)
     try:
         return RewardSpec(text, weight, rule=kind(argument if colon else None))

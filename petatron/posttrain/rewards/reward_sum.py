@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
+from petatron.posttrain.rewards.code_rewards import CodeRewards
+from petatron.posttrain.rewards.code_sandbox import SandboxLimits
 from petatron.posttrain.rewards.function_pool import FunctionPool, RewardFailure
 from petatron.posttrain.rewards.http_rewards import HttpRewards
 from petatron.posttrain.rewards.reward_spec import RewardSpec
@@ -36,7 +38,9 @@ class RewardSum:
     [1.5, 0.5, nan]
     """
 
-    def __init__(self, specs: Sequence[RewardSpec], *, workers: int, timeout_s: float) -> None:
+    def __init__(
+        self, specs: Sequence[RewardSpec], *, workers: int, timeout_s: float, sandbox: SandboxLimits | None = None
+    ) -> None:
         self._specs = specs
         self._pools: dict[str, RewardPool] = {}
         for spec in specs:
@@ -44,6 +48,9 @@ class RewardSum:
                 self._pools[spec.text] = FunctionPool(spec.file, spec.function, workers=workers, timeout_s=timeout_s)
             elif spec.url:
                 self._pools[spec.text] = HttpRewards(spec.url, workers=workers, timeout_s=timeout_s)
+            elif spec.tests_key:
+                limits = sandbox or SandboxLimits()
+                self._pools[spec.text] = CodeRewards(spec.tests_key, limits, workers=workers, timeout_s=timeout_s)
 
     def of(self, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> list[RewardedAnswer]:
         """Returns the reward of each answer to the prompt of a record."""
