@@ -279,6 +279,19 @@ class Engine:
         if self._adapters is not None:
             self._adapters.release()
 
+    def release_cache(self) -> None:
+        """Gives the memory of pages and states back until `take_cache`, and forgets what they held; CUDA graphs stay. At every rank, while
+        nothing runs.
+        """
+        assert not self.has_work, "nothing is computed without a cache"
+        self._in_flight = None
+        self.forget_prefixes()
+        self._steps.release_cache()
+
+    def take_cache(self) -> None:
+        """Takes that memory again, at the same addresses; `torch.OutOfMemoryError` if it is not free."""
+        self._steps.take_cache()
+
     def forget_prefixes(self) -> None:
         """Forgets all that was computed from the weights: they have changed. At every rank, while nothing runs."""
         for scheduler in self._schedulers:

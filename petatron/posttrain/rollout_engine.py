@@ -1,8 +1,9 @@
 """`RolloutEngine`: the engine that draws answers, by the weights that are trained: in place, or in another layout (`handover/`).
 
-Its pages and captured steps take the memory that training leaves, so each round of drawing opens an engine and closes it, unless
-`--rollout-keep-engine` says that memory suffices for both: then only what was computed from former weights is forgotten. A round may be
-inside of another one, whose engine and weights it uses.
+Its pages take the memory that training leaves. After each round of drawing that is given back, and what was computed from former weights is
+forgotten. On a GPU the engine stays with its CUDA graphs, and its pages return to their addresses; elsewhere, or where weights are a copy
+that goes as well, the next round opens another engine. `--rollout-keep-engine` says that memory suffices for both. A round may be inside of
+another one, whose engine and weights it uses.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import SamplingParams
+from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.posttrain.handover.drawing_model import open_drawing_model
 
@@ -35,16 +37,28 @@ class EngineSeconds(NamedTuple):
 
 
 class RolloutEngine:
-    """Every rank calls its methods, and gets the same completions. `iteration` returns that of the weights now."""
+    """Every rank calls its methods, and gets the same completions.
+
+    longest: tokens of a prompt with its answer, at most. `iteration` returns that of the weights now.
+    """
 
     def __init__(
-        self, run: RunConfig, model: ParallelModel, tokenizer: Tokenizer, *, iteration: Callable[[], int]
+        self,
+        run: RunConfig,
+        model: ParallelModel,
+        tokenizer: Tokenizer,
+        *,
+        longest: int,
+        iteration: Callable[[], int],
     ) -> None:
         self._tokenizer, self._keep = tokenizer, run.rollout.rollout_keep_engine
         self._model = open_drawing_model(run, model, iteration=iteration)
+        on_gpu = model.mesh.device.type == "cuda"
+        self._releases_cache = on_gpu and self._model.stays_in_place and not self._keep
         self._options = EngineOptions(
             max_sequences=run.rollout.rollout_sequences,
-            max_length=run.model.seq_length + 1,
+            max_length=longest,
+            releasable_cache=self._releases_cache,
             copied_weights=False,
             exact=run.train.exact_rollouts,
         )
@@ -66,10 +80,17 @@ class RolloutEngine:
         self._in_round = True
         try:
             yield
+        except BaseException:
+            self.close()
+            raise
+        else:
+            if self._releases_cache:
+                assert self._engine is not None, "a round has an engine"
+                self._engine.release_cache()
+            elif not self._keep:
+                self.close()
         finally:
             self._in_round = False
-            if not self._keep:
-                self.close()
             self._round_s += perf_counter() - began
 
     def complete(
@@ -87,9 +108,20 @@ class RolloutEngine:
 
     def _open(self) -> None:
         model = self._model.load()
-        if self._engine is not None:
-            self._engine.forget_prefixes()
-            return
         if model.mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # the engine asks the driver how much is free
-        self._engine = Engine(model, self._tokenizer, self._options)
+        if self._engine is not None and self._releases_cache and not self._take_cache(self._engine, model):
+            self.close()
+        if self._engine is None:
+            self._engine = Engine(model, self._tokenizer, self._options)
+        else:
+            self._engine.forget_prefixes()
+
+    def _take_cache(self, engine: Engine, model: ParallelModel) -> bool:
+        """Whether every rank has its cache again: training may have taken memory that it had not before the first step."""
+        try:
+            engine.take_cache()
+            taken = True
+        except torch.OutOfMemoryError:
+            taken = False
+        return bool(collectives.all_reduce(torch.tensor([int(taken)]), model.mesh.control, op="min"))

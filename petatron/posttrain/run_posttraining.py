@@ -112,7 +112,9 @@ class RolloutSource:
         if self._critic is not None:
             self._critic.start()
         stop_ids = tuple({*stop_ids, *(() if end_of_turn is None else (end_of_turn,))})
-        engine = RolloutEngine(run, state.model, self._tokenizer, iteration=lambda: state.progress.iteration)
+        engine = RolloutEngine(
+            run, state.model, self._tokenizer, longest=self._longest(run), iteration=lambda: state.progress.iteration
+        )
         sampler = RolloutSampler(run, engine, self._tokenizer, stop_ids, self._open_environment(run, mesh))
         reward_sum = RewardSum(
             self._rewards,
@@ -148,6 +150,15 @@ class RolloutSource:
         pool = EnvironmentPool(self._environment, workers=run.rollout.reward_workers)
         limits = {"seed": run.train.seed, "max_ids": run.model.seq_length + 1}
         return EnvironmentTurns(mesh, pool, self._tokenizer, self._properties, **limits)
+
+    def _longest(self, run: RunConfig) -> int:
+        """Returns the most tokens of a prompt with its answer; episodes of several turns may fill a row."""
+        most = run.model.seq_length + 1
+        if self._environment is not None:
+            return most
+        sets = [self._prompts, *([] if self._held_out is None else [self._held_out])]
+        longest = max(len(prompt.ids) for prompts in sets for prompt in prompts.prompts)
+        return min(most, longest + run.rollout.max_answer_tokens)
 
     def _read(self, run: RunConfig, paths: tuple[str, ...], flag: str) -> PromptSet:
         encoder, settings = PromptEncoder(self._tokenizer), run.rollout

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -10,6 +12,7 @@ from torch import Tensor
 from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
+from petatron.base.releasable_cuda_memory import ReleasableCudaMemory, aligned_bytes
 from petatron.config.schema.sections.multi_token_prediction import layers_per_depth
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.kv_cache_pages import CacheSize
@@ -64,22 +67,47 @@ def slot_bytes(model: ParallelModel) -> int:
     return sum(state.bytes_per_sequence(model.dtype) for state in layer_states(model, RecurrentState).values())
 
 
-def allocate_pages(model: ParallelModel, num_pages: int, page_size: int, *, depths: int = 0) -> dict[int, Pages]:
-    return {
-        index: {name: _zeros(model, (num_pages, page_size, *shape), model.dtype) for name, shape in state.rows}
-        for index, state in layer_states(model, PagedState, depths=depths).items()
+@dataclass(frozen=True, slots=True)
+class CacheTensors:
+    """Pages and states by the index of their layer. memory: what they are in, if that can be given back for a while."""
+
+    pages: dict[int, Pages]
+    states: dict[int, StateSlots]
+    memory: ReleasableCudaMemory | None
+
+    def release(self) -> None:
+        """Frees them for good."""
+        self.pages.clear()
+        self.states.clear()
+        if self.memory is not None:
+            self.memory.close()
+
+
+def allocate_cache(model: ParallelModel, options: EngineOptions, cache: CacheSize) -> CacheTensors:
+    """Allocates the pages and states of this rank's layers, with zeros."""
+    device, of_pages = model.mesh.device, (cache.num_pages, options.page_size)
+    pages = {
+        (index, name): ((*of_pages, *shape), model.dtype)
+        for index, state in layer_states(model, PagedState, depths=options.speculative_tokens).items()
+        for name, shape in state.rows
     }
-
-
-def allocate_states(model: ParallelModel, num_slots: int) -> dict[int, StateSlots]:
-    return {
-        index: {kept.name: _zeros(model, (num_slots, *kept.shape), kept.dtype(model.dtype)) for kept in state.tensors}
+    states = {
+        (index, kept.name): ((cache.num_slots, *kept.shape), kept.dtype(model.dtype))
         for index, state in layer_states(model, RecurrentState).items()
+        for kept in state.tensors
     }
-
-
-def _zeros(model: ParallelModel, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device=model.mesh.device)
+    memory, zeros = None, partial(torch.zeros, device=device)
+    if options.releasable_cache and device.type == "cuda":
+        size = sum(aligned_bytes(shape, dtype) for shape, dtype in (*pages.values(), *states.values()))
+        memory = ReleasableCudaMemory(size, device)
+        zeros = memory.zeros
+    made: list[dict[int, dict[str, Tensor]]] = []
+    for tensors in (pages, states):
+        of_layers: dict[int, dict[str, Tensor]] = {}
+        for (index, name), (shape, dtype) in tensors.items():
+            of_layers.setdefault(index, {})[name] = zeros(shape, dtype=dtype)
+        made.append(of_layers)
+    return CacheTensors(*made, memory)
 
 
 def choose_cache_size(model: ParallelModel, options: EngineOptions, *, max_length: int) -> CacheSize:

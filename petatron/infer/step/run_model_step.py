@@ -18,7 +18,7 @@ from petatron.infer.kv_cache_pages import SCRATCH_PAGE, CacheSize
 from petatron.infer.sequence import Sequence as RunningSequence
 from petatron.infer.step.cuda_graph_capture import GraphCapture, GraphSizes
 from petatron.infer.step.decode_cuda_graphs import DecodeGraphs, IntRow
-from petatron.infer.step.kv_cache_and_states import allocate_pages, allocate_states
+from petatron.infer.step.kv_cache_and_states import allocate_cache
 from petatron.infer.step.packed_step import CacheLocations, PackedStep, StepInputs, StepOutputs
 from petatron.infer.step.prompt_cuda_graphs import PromptGraphs
 from petatron.infer.step.recorded_cpu_decode import RecordedDepths, RecordedSteps
@@ -47,8 +47,8 @@ class ModelSteps:
         page_size = options.page_size
         self._stages = [model.stages[number] for number in sorted(model.stages)]
         self.device = model.mesh.device
-        self._pages = allocate_pages(model, cache.num_pages, page_size, depths=options.speculative_tokens)
-        self._states = allocate_states(model, cache.num_slots)
+        self._cache = allocate_cache(model, options, cache)
+        self._pages, self._states = self._cache.pages, self._cache.states
         taken = model.io.boundaries[1] if len(model.io.boundaries) > 1 else ()
         boundary = next((tensor for tensor in taken if tensor.name == HIDDEN), None)
         self._width = None if boundary is None else boundary.width
@@ -139,12 +139,20 @@ class ModelSteps:
 
     def release(self) -> None:
         """Frees pages, states and graphs; no step can be run after it."""
-        self._pages.clear()
-        self._states.clear()
         self._recorded = self._recorded_depths = None
         for graphs in (self.graphs, self._prompt_graphs):
             if graphs is not None:
                 graphs.release()
+        self._cache.release()
+
+    def release_cache(self) -> None:
+        """Gives the memory of pages and states back until `take_cache`; captured steps stay."""
+        assert self._cache.memory is not None, "the cache is a releasable one"
+        self._cache.memory.release()
+
+    def take_cache(self) -> None:
+        assert self._cache.memory is not None, "the cache is a releasable one"
+        self._cache.memory.take()
 
     def encode_sources(self, sequences: Sequence[RunningSequence]) -> None:
         """Encodes the prompts of sequences that begin, into their slots."""

@@ -31,9 +31,12 @@ _LABEL = "rollout"
 
 
 class DrawingModel(Protocol):
-    """Every rank calls its methods. handover_s: seconds that weights were handed over for, in all."""
+    """Every rank calls its methods. handover_s: seconds that weights were handed over for, in all. stays_in_place: weights are in the same
+    memory after `free` and `load`, so captured steps that read them stay, too.
+    """
 
     handover_s: float
+    stays_in_place: bool
 
     def load(self) -> ParallelModel:
         """Returns the model with the weights of now."""
@@ -53,7 +56,7 @@ class ModelInPlace:
     """The weights that are trained, in place."""
 
     def __init__(self, model: ParallelModel) -> None:
-        self.handover_s = 0.0
+        self.handover_s, self.stays_in_place = 0.0, True
         self._model = model
         if model.mesh.cp.size > 1:
             self._model = copy.copy(model)
@@ -79,7 +82,7 @@ class CopiedModel:
         self._handover = WeightHandover(model, self._model, ranks_per_node=ranks_per_node)
         self._groups = [group for group in self._model.param_groups if isinstance(group, FlatParamGroup)]
         self._frozen, self._iteration, self._loaded = model.frozen_tensors, iteration, -1
-        self.handover_s = 0.0
+        self.handover_s, self.stays_in_place = 0.0, False
         self._has_weights = True
         self.free()
         if mesh.rank == 0:
