@@ -39,8 +39,8 @@ text ended there, [B, S, labels]."""
 POOLING_WEIGHTS = "pooling_weights"
 """The array [B, S] of the weights of tokens in the sum that stands for a sequence."""
 
-TOKEN_LOSSES, GREEDY_TARGETS = "token_losses", "greedy_targets"
-"""Names of outputs for evaluation; the batch needs labels."""
+TOKEN_LOSSES, GREEDY_TARGETS, ENTROPIES = "token_losses", "greedy_targets", "entropies"
+"""Names of outputs for which the batch needs labels."""
 
 
 def mtp_loss(depth: int) -> str:
@@ -139,8 +139,8 @@ class Decoder(StageModule):
 
         The last stage computes the loss if the batch has labels and nothing is collected. It can collect "logits" [B, S, vocabulary] and
         "hidden_states" [B, S, hidden], the input of the output head: of this rank's context-parallel
-        part of the sequence, gathered over tensor-parallel ranks. With labels it also collects "token_losses" [B, S] and
-        "greedy_targets" [B, S], whether a label is the most likely id.
+        part of the sequence, gathered over tensor-parallel ranks. With labels it also collects "token_losses" [B, S],
+        "greedy_targets" [B, S], whether a label is the most likely id, and "entropies" [B, S], those of the distributions of labels.
         """
         statistics = {} if router_statistics is None else router_statistics
         x_SBD, ahead = self._stage_input(batch, inputs)
@@ -168,6 +168,11 @@ class Decoder(StageModule):
         if GREEDY_TARGETS in collect:
             losses[LM_LOSS], greedy = self.head.losses_and_greedy(x_SBD, self._embedding_weight(), batch.labels.t())
             collected[GREEDY_TARGETS] = greedy.t()
+        elif ENTROPIES in collect:
+            losses[LM_LOSS], entropies = self.head.losses_and_entropies(
+                x_SBD, self._embedding_weight(), batch.labels.t()
+            )
+            collected[ENTROPIES] = entropies.t()
         elif TOKEN_LOSSES in collect and "logits" in collected and torch.is_grad_enabled():
             # The output head writes its weight's gradient once per micro-batch: both come from one GEMM.
             losses[LM_LOSS] = _losses_of_logits(collected["logits"], batch.labels).t()

@@ -38,6 +38,7 @@ from petatron.layers.transformer_layer import LayerSpec
 from petatron.models import branch_specs
 from petatron.models.batch import Batch
 from petatron.models.decoder import (
+    ENTROPIES,
     GREEDY_TARGETS,
     HIDDEN,
     LABEL_LOGITS,
@@ -167,7 +168,7 @@ class DecoderSpec(ModelSpec):
                     for k in depths
                 ),
             ),
-            outputs=("logits", "hidden_states", TOKEN_LOSSES, GREEDY_TARGETS),
+            outputs=("logits", "hidden_states", TOKEN_LOSSES, GREEDY_TARGETS, ENTROPIES),
             sequence_order="contiguous" if self.sequence_sharding == "contiguous" else "zigzag",
             extend_batch=self._extend_batch if depths or self.original_context is not None else None,
         )

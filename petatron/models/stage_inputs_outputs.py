@@ -100,7 +100,8 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True)
 class MetricSpec:
-    """A named metric: the mean over the samples of the global batch, or over its tokens; `mask` as that of a loss.
+    """A named metric: the mean over the samples of the global batch, or over its tokens, or the largest of these values; `mask` as that of
+    a loss.
 
     >>> MetricSpec("accuracy").mask, MetricSpec("entropy", per="token").mask
     (None, 'loss_mask')
@@ -109,6 +110,7 @@ class MetricSpec:
     name: str
     mask: str | None = None
     per: PerWhat = "sample"
+    reduction: Literal["mean", "max"] = "mean"
 
     __post_init__ = _default_mask
 

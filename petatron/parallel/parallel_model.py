@@ -29,7 +29,7 @@ from petatron.parallel.parallelize import ParallelizeResult
 from petatron.parallel.pipeline.auto_cuda_graphs import AutoGraphedSteps, CaptureInputs
 from petatron.parallel.pipeline.cuda_graph import CudaGraphCapture, GraphedSteps
 from petatron.parallel.pipeline.executor import LossScales, PipelineExecutor, StepResult
-from petatron.parallel.pipeline.objective_losses import valid_count
+from petatron.parallel.pipeline.objective_losses import maxima_of, valid_count
 from petatron.parallel.router_statistics import RouterStatistics
 from petatron.schedule import RankSchedule
 from petatron.schedule.actions import TimedAction
@@ -355,8 +355,17 @@ class ParallelModel:
         return values[: len(self.objective.losses)] if self.objective.metric_specs else values
 
     def _total(self, result: StepResult) -> Tensor:
-        """Sums over the global batch; ranks of one tensor-parallel group have the same share of it."""
-        return self._sum(result.sums, over="losses", here=self.mesh.tp.rank == 0)
+        """Sums over the global batch, or takes the maxima; ranks of one tensor-parallel group have the same share of it."""
+        maxima = maxima_of(self.objective)
+        if not maxima:
+            return self._sum(result.sums, over="losses", here=self.mesh.tp.rank == 0)
+        largest = result.sums[maxima]
+        total = self._sum(
+            result.sums.index_fill(0, _places(maxima, largest), 0.0), over="losses", here=self.mesh.tp.rank == 0
+        )
+        if self.mesh["losses"].size > 1:
+            largest = collectives.all_reduce(largest, self.mesh.world, op="max")
+        return total.index_copy(0, _places(maxima, largest), largest.masked_fill(largest == -torch.inf, 0.0))
 
     def _sum(self, x: Tensor, *, over: str, here: bool) -> Tensor:
         """Sums a few numbers over an axis, on all ranks; `here` is true on one of the ranks with the same value.
@@ -377,3 +386,7 @@ class ParallelModel:
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
         return time.time()  # perf_counter has another zero on every machine
+
+
+def _places(numbers: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(numbers, device=like.device)

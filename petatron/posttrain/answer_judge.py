@@ -118,7 +118,7 @@ class AnswerJudge:
                 self._packing,
                 mesh=model.mesh,
                 order=model.io.sequence_order,
-                collect=objective.outputs,
+                collect=objective.log_prob_outputs,
                 read=objective.log_probs,
             )
             for named, numbers in zip(of_ids, log_probs, strict=True):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from petatron.data.packed_segments import PackedSegment
-from petatron.models.policy_gradient import ADVANTAGES, DRAWN_LOG_PROBS, REWARDS
+from petatron.models.policy_gradient import ADVANTAGES, DRAWN_LOG_PROBS, REWARDS, TRUNCATED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,4 +94,5 @@ class Rollout:
             name: np.concatenate([before, np.array(numbers, np.float32)]) for name, numbers in self.of_ids.items()
         }
         ids = np.array([*self.prompt_ids, *self.ids], np.int64)
-        return PackedSegment(ids, learned, of_ids, {REWARDS: self.reward if has_reward else 0.0}, has_reward)
+        of_answer = {REWARDS: self.reward if has_reward else 0.0, TRUNCATED: float(not self.finished)}
+        return PackedSegment(ids, learned, of_ids, of_answer, has_reward)

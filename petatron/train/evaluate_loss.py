@@ -13,6 +13,7 @@ from petatron.config.schema.run import RunConfig
 from petatron.config.schema.training import TrainConfig
 from petatron.data.batch_loader import StepLoader
 from petatron.models.objective import names_losses
+from petatron.parallel.pipeline.objective_losses import add_totals
 from petatron.train.build_run import evaluation_batch_size
 from petatron.train.report.log_records import validation_record
 from petatron.train.state.train_state import TrainState
@@ -103,7 +104,8 @@ def _evaluate_weights(
             return InterruptedEvaluation(why, first_batch + index)
         micro_batches = loader.next_step(size, first_sample)
         sums, valid = model.evaluate_objective([batch.to(state.mesh.device) for batch in micro_batches])
-        total, counts = total + sums, counts + valid
+        total = sums if index == 0 else add_totals(total, sums, objective)
+        counts = add_totals(counts, valid, objective)
     means, split = total / counts, len(objective.losses)
     loss = model.total_loss(means[:split])
     minimized, *by_name = torch.cat([loss.reshape(1), means]).tolist()

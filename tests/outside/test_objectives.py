@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import petatron
 from examples import losses
@@ -15,6 +16,7 @@ from petatron.base.errors import CheckpointError, ConfigError, TrainError
 from petatron.config import RunConfig
 from petatron.mesh.comm_record import CommEvent
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.models.objective import parse_objective
 from petatron.train.state.train_state import TrainState
 from petatron.verify.compare_traces import Tolerances
@@ -153,19 +155,20 @@ def test_every_wrong_setting_is_told():
 
 @dataclass(frozen=True)
 class LateTokens(petatron.NextToken):
-    """Next-token prediction that weights tokens by their labels, and measures the share of likely ones."""
+    """Next-token prediction that weights tokens by their labels, and measures the share of likely ones and the loss of the hardest one."""
 
     modulus: int = 3
 
     @property
     def metric_specs(self) -> tuple[petatron.MetricSpec, ...]:
-        return (petatron.MetricSpec("likely", per="token"),)
+        hardest = petatron.MetricSpec("hardest", per="token", reduction="max")
+        return petatron.MetricSpec("likely", per="token"), hardest
 
     def prepare(self, batch: petatron.Batch) -> petatron.Batch:
         return batch.with_arrays(loss_weights=(batch.labels % self.modulus).double())
 
     def metrics(self, outputs: Mapping[str, torch.Tensor], batch: petatron.Batch) -> Mapping[str, torch.Tensor]:
-        return {"likely": (outputs["lm loss"] < 5.0).double()}
+        return {"likely": (outputs["lm loss"] < 5.0).double(), "hardest": outputs["lm loss"]}
 
 
 @dataclass(frozen=True)
@@ -240,6 +243,24 @@ def test_token_weights_change_the_loss_and_not_the_number_of_tokens():
     total = model.train_step(batches)
     assert float(total) == pytest.approx(float(sum(weighted)) / (8 * 16), rel=1e-12)
     assert float(model.named_metrics["likely"]) == float((torch.cat(outputs) < 5.0).double().mean())
+    assert float(model.named_metrics["hardest"]) == pytest.approx(float(torch.cat(outputs).max()), rel=1e-12)
+
+
+def hardest_tokens(run: RunConfig) -> list[float]:
+    """The largest loss of a token in a step on this rank's mesh, and in an evaluation after it."""
+    mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank() if dist.is_initialized() else 0)
+    model, batches = petatron.build_model(run, mesh), next(petatron.build_loader(run, mesh))
+    model.train_step(batches)
+    place = [spec.name for spec in (*model.objective.losses, *model.objective.metric_specs)].index("hardest")
+    sums, counts = model.evaluate_objective(batches)
+    return [float(model.named_metrics["hardest"]), float(sums[place] / counts[place])]
+
+
+@pytest.mark.parametrize("layout", ["--cp 2", "--pp 2", "--dp 2", later("--tp 2 --sequence-parallel")])
+def test_the_largest_value_is_that_of_all_ranks(ranks: RankPool, layout: str):
+    wanted = hardest_tokens(run_of("--objective late-tokens"))
+    for found in ranks.run(hardest_tokens, 2, run_of(f"--objective late-tokens {layout}", world_size=2)):
+        assert found == pytest.approx(wanted, rel=1e-12)
 
 
 def test_weights_of_one_change_no_bit():

@@ -45,7 +45,7 @@ def our_step(
             "old_log_probs": np.concatenate([zeros, before]),
             "drawn_log_probs": np.concatenate([zeros, at_draw]),
         }
-        segments.append(PackedSegment(np.array([*prompt, *ids]), learned, of_ids, {"rewards": 0.0}))
+        segments.append(PackedSegment(np.array([*prompt, *ids]), learned, of_ids, {"rewards": 0.0, "truncated": 0.0}))
     batch = packed(segments, 32, pairs=False)
     wide = {name: x.double() for name, x in batch.arrays.items() if name in segments[0].of_ids}
     flags = (

@@ -34,6 +34,7 @@ from petatron.kernels.fused_linear_cross_entropy import (
     softcapped_kernels,
 )
 from petatron.kernels.linear_gemms import PLAIN_GEMM, Gemm
+from petatron.kernels.losses_and_entropies import losses_and_entropies
 from petatron.layers.linear import LinearOp
 from petatron.layers.ops.linear_op import WeightGradTarget, local_linear
 from petatron.layers.parallel_slots import CommSlot, TensorSlot, identity
@@ -204,6 +205,14 @@ class OutputHead(nn.Module):
         of_rows = linear_losses_and_greedy(rows, weight, targets, self._columns(), **kernels)
         losses, greedy = (from_row_order(x, targets_SB, batch_first=batch_first) for x in of_rows)
         return losses, greedy
+
+    def losses_and_entropies(
+        self, x_SBD: Tensor, embedding_weight: Tensor | None, targets_SB: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Returns token losses [S, B], and the entropies of their distributions; with gradients, for which logits are saved."""
+        logits_SBV = self(x_SBD, embedding_weight)
+        losses, entropies = losses_and_entropies(logits_SBV.flatten(0, 1), targets_SB.reshape(-1), self._columns())
+        return losses.view(targets_SB.shape), entropies.view(targets_SB.shape)
 
     def losses_and_grads(
         self, x_TD: Tensor, weight: Tensor, targets_T: Tensor, loss_weights_T: Tensor | None

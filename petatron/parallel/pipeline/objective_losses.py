@@ -1,4 +1,7 @@
-"""The losses and metrics of an objective in one step: their sums over micro-batches, and where backward begins. B batch, S sequence."""
+"""The losses and metrics of an objective in one step: their sums or maxima over micro-batches, and where backward begins.
+
+B batch, S sequence.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,12 @@ from petatron.models.stage_inputs_outputs import LossSpec, MetricSpec, StageOutp
 
 
 def valid_count(spec: LossSpec | MetricSpec, batch: Batch) -> Tensor:
-    """Returns the number of tokens of a batch, or of samples, that a loss or a metric is the mean of: this rank's share of them."""
+    """Returns the number of tokens of a batch, or of samples, that a loss or a metric is the mean of: this rank's share of them.
+
+    A maximum has none, and is divided by 1.
+    """
+    if is_maximum(spec):
+        return torch.zeros((), dtype=torch.float64, device=next(iter(batch.arrays.values())).device)
     if spec.per == "token" and spec.mask is not None:
         return batch[spec.mask].sum(dtype=torch.float64)
     if spec.mask is not None and batch.has_first_part:
@@ -25,14 +33,33 @@ def valid_count(spec: LossSpec | MetricSpec, batch: Batch) -> Tensor:
     return torch.full((), count, dtype=torch.float64, device=next(iter(batch.arrays.values())).device)
 
 
+def is_maximum(spec: LossSpec | MetricSpec) -> bool:
+    return isinstance(spec, MetricSpec) and spec.reduction == "max"
+
+
+def maxima_of(objective: Objective) -> list[int]:
+    """Returns the places of maxima among losses and metrics."""
+    return [place for place, spec in enumerate((*objective.losses, *objective.metric_specs)) if is_maximum(spec)]
+
+
+def add_totals(totals: Tensor, others: Tensor, objective: Objective) -> Tensor:
+    """Returns the sums of two batches' totals [losses + metrics], or the larger ones where these are maxima."""
+    result = totals + others
+    for place in maxima_of(objective):
+        result[place] = torch.maximum(totals[place], others[place])
+    return result
+
+
 class ObjectiveTerms:
-    """Sums of one step. `sums` [losses + metrics] are of this rank, on the device."""
+    """Sums of one step, and maxima. `sums` [losses + metrics] are of this rank, on the device."""
 
     def __init__(self, objective: Objective, scales: Tensor | None, *, device: torch.device) -> None:
         """`scales` [losses] are the factors on sums before backward; None without gradients."""
         self._objective = objective
         specs = (*objective.losses, *objective.metric_specs)
         self.sums = torch.zeros(len(specs), dtype=torch.float64, device=device)
+        for place in maxima_of(objective):
+            self.sums[place].fill_(-torch.inf)
         self._sum_by_name = {spec.name: (spec, self.sums[index]) for index, spec in enumerate(specs)}
         self._scales = None if scales is None else tuple(zip(objective.losses, scales))
 
@@ -93,8 +120,11 @@ class ObjectiveTerms:
         metrics = self._objective.metrics(outputs, batch)
         self._check("metric", metrics, self._objective.metric_specs, batch)
         for spec in self._objective.metric_specs:
-            values = metrics[spec.name]
-            self._sum_by_name[spec.name][1].add_(_sum(values.t() if spec.per == "token" else values, spec, batch))
+            values, total = metrics[spec.name], self._sum_by_name[spec.name][1]
+            if is_maximum(spec):
+                total.copy_(torch.maximum(total, _max(values, spec, batch)))
+            else:
+                total.add_(_sum(values.t() if spec.per == "token" else values, spec, batch))
 
     def _check(
         self,
@@ -140,6 +170,12 @@ def _sum(values: Tensor, spec: LossSpec | MetricSpec, batch: Batch) -> Tensor:
         return (masked if weights is None else masked * weights.t()).sum()
     masked = values if spec.mask is None else values * batch[spec.mask]
     return masked.sum() if batch.has_first_part else torch.zeros_like(masked).sum()
+
+
+def _max(values: Tensor, spec: MetricSpec, batch: Batch) -> Tensor:
+    """Returns the largest of the valid values; -inf if there are none."""
+    valid = values if spec.mask is None else values.masked_fill(batch[spec.mask] == 0, -torch.inf)
+    return valid.amax().to(torch.float64)
 
 
 def _wide(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:

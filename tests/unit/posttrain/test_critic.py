@@ -22,7 +22,10 @@ from tests.parity.harness import tiny_run
 from tests.unit.posttrain.rollouts import Learned, learn, load, open_here, rollout, write_prompts
 from tests.unit.posttrain.test_rollout_loader import check_equal
 
-SEVERAL = "--updates-per-rollout 2 --rollout-epochs 2 --old-log-probs computed"
+SEVERAL = (
+    "--updates-per-rollout 2 --rollout-epochs 2 --old-log-probs computed "
+    "--objective-settings entropy_weight=0.02 mask_answers_above=2"
+)
 
 
 @pytest.fixture(scope="module")
