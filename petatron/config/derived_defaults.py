@@ -142,16 +142,18 @@ def _exact_quotient(number: int | None, divisor: int | None) -> int | None:
 def _derive_world(values: _DerivedValues, launched_world_size: int | None) -> None:
     model_ranks = values["tensor_model_parallel_size"] * values["pipeline_model_parallel_size"]
     model_ranks *= values["context_parallel_size"]
-    started = (values["nproc_per_node"] or 0) * values["nnodes"]
+    started, drawing = (values["nproc_per_node"] or 0) * values["nnodes"], max(0, values["rollout_ranks"])
+    but = " without those that draw" if drawing else ""
     if launched_world_size is not None:
-        values.set("world_size", launched_world_size, "ranks started by the launcher")
+        values.set("world_size", launched_world_size - drawing, f"ranks started by the launcher{but}")
     elif started > 0:
-        values.fill("world_size", started, "nproc per node x nodes")
+        values.fill("world_size", started - drawing, f"nproc per node x nodes{but}")
     elif model_ranks > 0:
         values.fill("world_size", model_ranks * (values["data_parallel_size"] or 1), "tp x pp x cp x dp")
     values.fill("data_parallel_size", _exact_quotient(values["world_size"], model_ranks), "world size / (tp x pp x cp)")
     if launched_world_size is None:
-        values.fill("nproc_per_node", _exact_quotient(values["world_size"], values["nnodes"]), "world size / nodes")
+        ranks = None if values["world_size"] is None else values["world_size"] + drawing
+        values.fill("nproc_per_node", _exact_quotient(ranks, values["nnodes"]), "world size / nodes")
     tp = _exact_quotient(values["tensor_model_parallel_size"], 1)
     values.fill("expert_tensor_parallel_size", tp, "the tensor-parallel size")
     etp, bounds = values["expert_tensor_parallel_size"], fields_by_name()["expert_tensor_parallel_size"].bounds

@@ -280,9 +280,10 @@ def _apply(values: dict[str, FieldValue], origins: dict[str, ValueOrigin], setti
 def _source_problems(config: RawRunConfig, flags: ParsedFlags, world_size: int | None) -> list[Problem]:
     """Checks how settings were given, which the final values no longer show."""
     problems: list[Problem] = []
-    asked = config.parallel.world_size
-    if world_size is not None and asked is not None and asked != world_size:
-        rule = f"is not the number of ranks that were started, {world_size}"
+    asked, drawing = config.parallel.world_size, config.rollout.rollout_ranks
+    if world_size is not None and asked is not None and asked + drawing != world_size:
+        beside = f" beside {drawing} that draw" if drawing else ""
+        rule = f"is not the number of ranks that were started{beside}, {world_size - drawing}"
         problems.append(Problem("--world-size", str(asked), rule, f"Leave it out, or start {asked} ranks."))
     positions = config.model.position_embedding_type
     if flags.drops_learned_positions and positions in ROTARY_TYPES:

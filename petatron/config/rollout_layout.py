@@ -1,7 +1,8 @@
 """The layout in which answers are drawn, where it is another than that of training.
 
 By default answers are drawn by the weights that are trained, in place. Sizes of `--rollout-...-parallel-size`, and virtual stages, which
-generation does not have, need a copy of the weights in another layout.
+generation does not have, need a copy of the weights in another layout, and so do `--rollout-ranks`, which draw alone. The world size of a
+run is that of its training.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def draws_in_place(config: RawRunConfig) -> bool:
     step of decoding, unless a size is chosen.
     """
     parallel, chosen = config.parallel, chosen_sizes(config)
-    if (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1:
+    if config.rollout.rollout_ranks or (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1:
         return False
     sharded = parallel.data_parallel_sharding_strategy in FSDP_STRATEGIES
     return not chosen or (not sharded and all(getattr(parallel, name) == size for name, size in chosen.items()))
@@ -38,10 +39,10 @@ def drawing_config(config: RunConfig) -> RunConfig:
     """Returns the run with the layout in which answers are drawn, without anything that is for training alone.
 
     >>> from petatron.validate import load_config
-    >>> flags = "--vocab-size 256 --tp 4 --pp 2 --rollout-prompts a.jsonl --rollout-tp 8 --rollout-pp 1"
+    >>> flags = "--vocab-size 256 --tp 4 --pp 2 --rollout-tp 2 --rollout-pp 1"
     >>> run = load_config(flags.split(), preset="tiny-llama", require_training=False, world_size=16).config
     >>> drawing_config(run).parallel.tensor_model_parallel_size, drawing_config(run).parallel.data_parallel_size
-    (8, 2)
+    (2, 8)
     """
     parallel = _drawing_parallel(config)
     memory = replace(
@@ -67,7 +68,9 @@ def with_drawing_layout(config: RawRunConfig) -> RawRunConfig:
 def _drawing_parallel(config: RawRunConfig) -> RawParallelConfig:
     parallel, sizes = config.parallel, chosen_sizes(config)
     tp = sizes.get("tensor_model_parallel_size", parallel.tensor_model_parallel_size)
-    pp = sizes.get("pipeline_model_parallel_size", parallel.pipeline_model_parallel_size)
+    ranks = config.rollout.rollout_ranks
+    pp = sizes.get("pipeline_model_parallel_size", 1 if ranks else parallel.pipeline_model_parallel_size)
+    world_size = ranks or parallel.world_size or 1
     follows = parallel.expert_tensor_parallel_size == parallel.tensor_model_parallel_size
     stages = {}
     if pp != parallel.pipeline_model_parallel_size or (parallel.num_virtual_stages_per_pipeline_rank or 1) > 1:
@@ -85,7 +88,8 @@ def _drawing_parallel(config: RawRunConfig) -> RawParallelConfig:
         expert_tensor_parallel_size=tp if follows else parallel.expert_tensor_parallel_size,
         context_parallel_size=1,
         hierarchical_context_parallel_sizes=(),
-        data_parallel_size=max(1, (parallel.world_size or 1) // max(1, tp * pp)),
+        world_size=world_size,
+        data_parallel_size=max(1, world_size // max(1, tp * pp)),
         sequence_parallel=tp > 1 and (parallel.sequence_parallel or config.moe.num_experts is not None),
         tp_comm_overlap=False,
         tp_comm_overlap_chunks=None,

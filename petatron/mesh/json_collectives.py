@@ -24,18 +24,18 @@ def all_gather_json(value: Any, axis: Axis) -> list[Any]:
     return [_unpack_json(part) for part in out.cpu().chunk(axis.size)]
 
 
-def broadcast_json(value: Any, axis: Axis) -> Any:
-    """Returns the first rank's JSON value on every rank: for a large value that only one has."""
+def broadcast_json(value: Any, axis: Axis, *, source: int = 0) -> Any:
+    """Returns the JSON value of one rank, by default the first, on every rank: for a large value that only one has."""
     if axis.size == 1:
         return value
     with RecordedCall(axis, "broadcast_json"):
-        text = json.dumps(value).encode() if axis.rank == 0 else b""
+        text = json.dumps(value).encode() if axis.rank == source else b""
         size = torch.tensor([len(text)], device=_control_device(axis))
-        dist.broadcast(size, axis.ranks[0], group=axis.group)
+        dist.broadcast(size, axis.ranks[source], group=axis.group)
         data = torch.empty(int(size), dtype=torch.uint8, device=size.device)
-        if axis.rank == 0:
+        if axis.rank == source:
             data.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(data, axis.ranks[0], group=axis.group)
+        dist.broadcast(data, axis.ranks[source], group=axis.group)
     return json.loads(data.cpu().numpy().tobytes())
 
 

@@ -92,27 +92,32 @@ class ParallelMesh:
         backend: str | None = None,
         timeout_minutes: float = 10.0,
         options: CommunicatorOptions | None = None,
+        first_rank: int = 0,
+        record: CommRecord | None = None,
+        label: str = "",
     ) -> None:
         """`backend` moves device memory between the ranks; default: that of the default process group.
 
-        `timeout_minutes` is the time limit of a collective over any axis.
+        `timeout_minutes` is the time limit of a collective over any axis. `rank` counts from `first_rank` of all that were started: several
+        meshes may have some of them each. A second mesh of a rank may share its `record`, with a `label` before the names of axes.
         """
         self.layout = layout
         self.rank = rank
+        self.first_rank = first_rank
         self.device = device or torch.device("cpu")
-        self.record = CommRecord(rank=rank)
+        self.record = record or CommRecord(rank=first_rank + rank)
         self.backend = backend or (dist.get_backend() if dist.is_initialized() else "gloo")
-        self._timeout = timedelta(minutes=timeout_minutes)
+        self._timeout_minutes, self._timeout = timeout_minutes, timedelta(minutes=timeout_minutes)
         self._options = options or CommunicatorOptions()
         self._groups: dict[Communicator, dist.ProcessGroup] = {}
-        self._label = ""
+        self._label = f"{label} " if label else ""
         self._set_axes()
         self.control = self._control_axis("control")
 
     def _set_axes(self, shared: Mapping[str, Axis] | None = None) -> None:
         """Makes the axes of the layout, but for those `shared` that have the same ranks."""
-        layout, rank = self.layout, self.rank
-        ranks = {name: layout.group_of(name, rank) for name in AXES}
+        layout, rank = self.layout, self.first_rank + self.rank
+        ranks = {name: tuple(self.first_rank + at for at in layout.group_of(name, self.rank)) for name in AXES}
         # The first and the last pipeline rank share a tied embedding; other ranks are alone.
         ends = ranks["pp"][0], ranks["pp"][-1]
         ranks["ends"] = ends if rank in ends and ends[0] != ends[1] else (rank,)
@@ -142,10 +147,30 @@ class ParallelMesh:
         mesh._set_axes(self._axes)
         return mesh
 
+    def of_all_ranks(self, count: int, *, label: str) -> ParallelMesh:
+        """Returns a mesh of all ranks that were started, where this one has some of them; every rank calls it.
+
+        Both share the record, where the axes of all ranks have names with `label`.
+
+        >>> mesh = ParallelMesh(Layout(tp=2), 1, first_rank=4, backend="fake")
+        >>> mesh.tp.ranks, mesh.of_all_ranks(6, label="all").world.ranks, mesh.of_all_ranks(6, label="all").rank
+        ((4, 5), (0, 1, 2, 3, 4, 5), 5)
+        """
+        return ParallelMesh(
+            Layout(dp_shard=count),
+            self.first_rank + self.rank,
+            device=self.device,
+            backend=self.backend,
+            timeout_minutes=self._timeout_minutes,
+            options=self._options,
+            record=self.record,
+            label=label,
+        )
+
     def _make_axis(self, name: str, ranks: tuple[int, ...]) -> Axis:
         name = self._label + name
         self.record.register_axis(name, ranks, timeout_s=self._timeout.total_seconds())
-        return Axis(name, len(ranks), ranks.index(self.rank), ranks, self._open_group, self.record)
+        return Axis(name, len(ranks), ranks.index(self.first_rank + self.rank), ranks, self._open_group, self.record)
 
     def _open_group(self, axis: Axis) -> dist.ProcessGroup:
         """Returns the process group of a communicator; its members alone create it."""
@@ -195,12 +220,13 @@ class ParallelMesh:
         if world.size == 1 or self.backend == "fake":
             return world
         group = new_group(name, world.ranks, backend="gloo", timeout=_CONTROL_TIMEOUT)
+        name = self._label + name
         self.record.register_axis(name, world.ranks, timeout_s=_CONTROL_TIMEOUT.total_seconds())
         return Axis(name, world.size, world.rank, world.ranks, lambda *_: group, self.record)
 
     def single_rank_group(self) -> dist.ProcessGroup:
         """Returns a group of this rank alone, for libraries that need one."""
-        return self._open_group(Axis("alone", 1, 0, (self.rank,), None, self.record))
+        return self._open_group(Axis("alone", 1, 0, (self.first_rank + self.rank,), None, self.record))
 
     def __getitem__(self, name: str) -> Axis:
         return self._axes[name]

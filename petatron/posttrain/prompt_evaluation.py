@@ -5,17 +5,25 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
+from typing import Protocol
 
 from petatron.config.schema.rollout import RolloutConfig
 from petatron.evaluate.confidence_interval import Estimate, ratio_estimate
 from petatron.evaluate.eval_task import TaskResult
 from petatron.posttrain.prompts import PromptSet
 from petatron.posttrain.rewards.rollout_rewards import RolloutRewards
-from petatron.posttrain.rollout_sampler import PromptGroup, RolloutSampler
+from petatron.posttrain.rollout import Rollout
+from petatron.posttrain.rollout_sampler import PromptGroup
 from petatron.train.report.task_evaluation import TaskEvaluation
 from petatron.train.stop_monitor import EvaluationStopCheck
 
 LABEL = "held-out prompts"
+
+
+class HeldOutSampler(Protocol):
+    """What answers held-out prompts; every rank calls it."""
+
+    def evaluate(self, groups: Sequence[PromptGroup]) -> list[list[Rollout]]: ...
 
 
 class PromptEvaluator:
@@ -25,7 +33,7 @@ class PromptEvaluator:
         self,
         settings: RolloutConfig,
         prompts: PromptSet,
-        sampler: RolloutSampler,
+        sampler: HeldOutSampler,
         rewards: RolloutRewards,
         *,
         interval: int | None,
@@ -45,8 +53,7 @@ class PromptEvaluator:
         if reason is not None:
             return TaskEvaluation(interrupted=LABEL, stop_reason=reason)
         began = time.perf_counter()
-        groups = [PromptGroup(prompt, number, number) for number, prompt in enumerate(self._prompts.prompts)]
-        answers = self._rewards.of(self._sampler.evaluate(groups), self._prompts)
+        answers = self._rewards.of(self._sampler.evaluate(prompt_groups(self._prompts)), self._prompts)
         rewards = [
             [None if math.isnan(answer.reward) else answer.reward for answer in of_prompt] for of_prompt in answers
         ]
@@ -54,6 +61,11 @@ class PromptEvaluator:
         metrics, counts = summarize(rewards, correct_reward=self._settings.correct_reward)
         result = TaskResult(metrics=metrics, counts=counts, seconds=time.perf_counter() - began)
         return TaskEvaluation({LABEL: result})
+
+
+def prompt_groups(prompts: PromptSet) -> list[PromptGroup]:
+    """Returns all prompts in their order, each as a group of its number."""
+    return [PromptGroup(prompt, number, number) for number, prompt in enumerate(prompts.prompts)]
 
 
 def summarize(

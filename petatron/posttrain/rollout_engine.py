@@ -8,7 +8,7 @@ another one, whose engine and weights it uses.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from petatron.infer.engine_outputs import Completion
 from petatron.infer.sampling_params import SamplingParams
 from petatron.mesh import collectives
 from petatron.parallel.parallel_model import ParallelModel
-from petatron.posttrain.handover.drawing_model import open_drawing_model
+from petatron.posttrain.handover.drawing_model import DrawingModel
 
 
 class EngineSeconds(NamedTuple):
@@ -37,24 +37,12 @@ class EngineSeconds(NamedTuple):
 
 
 class RolloutEngine:
-    """Every rank calls its methods, and gets the same completions.
+    """Every rank that draws calls its methods, and gets the same completions. longest: tokens of a prompt with its answer, at most."""
 
-    longest: tokens of a prompt with its answer, at most. `iteration` returns that of the weights now.
-    """
-
-    def __init__(
-        self,
-        run: RunConfig,
-        model: ParallelModel,
-        tokenizer: Tokenizer,
-        *,
-        longest: int,
-        iteration: Callable[[], int],
-    ) -> None:
-        self._tokenizer, self._keep = tokenizer, run.rollout.rollout_keep_engine
-        self._model = open_drawing_model(run, model, iteration=iteration)
-        on_gpu = model.mesh.device.type == "cuda"
-        self._releases_cache = on_gpu and self._model.stays_in_place and not self._keep
+    def __init__(self, run: RunConfig, model: DrawingModel, tokenizer: Tokenizer, *, longest: int) -> None:
+        self._model, self._tokenizer = model, tokenizer
+        self._keep = run.rollout.rollout_keep_engine or run.rollout.rollout_ranks > 0
+        self._releases_cache = model.device.type == "cuda" and model.stays_in_place and not self._keep
         self._options = EngineOptions(
             max_sequences=run.rollout.rollout_sequences,
             max_length=longest,

@@ -71,28 +71,32 @@ class RolloutLoader:
 
     def next_step(self, global_batch_size: int, consumed_samples: int) -> list[Batch]:
         """Returns this rank's micro-batches of the answers of a step; draws those that are due."""
-        ahead, iteration = self._settings.rollout_staleness, self._iteration()
-        began, before, judge_s = time.perf_counter(), self._sampler.seconds, self._judge.seconds
-        while len(self._state.waiting) <= ahead:
-            self._state.put(self._draw_steps(global_batch_size, iteration) * self._settings.rollout_epochs)
-        total_s, spent = time.perf_counter() - began, self._sampler.seconds.since(before)
-        others_s = spent.draw + spent.handover + self._judge.seconds - judge_s
-        self.step_metrics = {"draw s": spent.draw, "reward s": max(0.0, total_s - others_s)}
-        if not draws_in_place(self._run):
-            self.step_metrics = {**self.step_metrics, "hand-over s": spent.handover}
+        judge_s = self._judge.seconds
+        metrics = self.draw_ahead(global_batch_size)
         answers = self._state.take()
         batches = self._packing.micro_batches([self._segment(rollout) for rollout in answers])
-        self.step_metrics = {**self.step_metrics, **self._judge.learn(batches, answers)}
+        self.step_metrics = {**metrics, **self._judge.learn(batches, answers)}
         if self._judge.uses_models:
             self.step_metrics = {**self.step_metrics, "judge s": self._judge.seconds - judge_s}
         return batches
+
+    def draw_ahead(self, answers_per_step: int) -> Mapping[str, float]:
+        """Draws the answers that are due, and returns the seconds that went into it."""
+        ahead, iteration = self._settings.rollout_staleness, self._iteration()
+        began, before, judge_s = time.perf_counter(), self._sampler.seconds, self._judge.seconds
+        while len(self._state.waiting) <= ahead:
+            self._state.put(self.draw(answers_per_step, iteration))
+        total_s, spent = time.perf_counter() - began, self._sampler.seconds.since(before)
+        others_s = spent.draw + spent.handover + self._judge.seconds - judge_s
+        seconds = {"draw s": spent.draw, "reward s": max(0.0, total_s - others_s)}
+        return seconds if draws_in_place(self._run) else {**seconds, "hand-over s": spent.handover}
 
     def close(self) -> None:
         self._sampler.close()
         self._rewards.close()
 
-    def _draw_steps(self, answers_per_step: int, iteration: int) -> list[list[Rollout]]:
-        """Draws and rewards the answers of the steps that are drawn at once."""
+    def draw(self, answers_per_step: int, iteration: int) -> list[list[Rollout]]:
+        """Draws and rewards the answers of the steps that are drawn at once, and returns them as often as they are learned from."""
         settings, began = self._settings, time.perf_counter()
         count = answers_per_step * settings.updates_per_rollout // settings.rollouts_per_prompt
         groups: list[list[Rollout]] = []
@@ -119,7 +123,8 @@ class RolloutLoader:
             rest_s = time.perf_counter() - began - drawing_s
             _log.info(text, iteration + 1, count_with_noun(len(judged), "answer"), turns, drawing_s, rest_s)
         # A step has whole groups where they divide it; which answers share a step changes no advantage.
-        return [judged[at : at + answers_per_step] for at in range(0, len(judged), answers_per_step)]
+        steps = [judged[at : at + answers_per_step] for at in range(0, len(judged), answers_per_step)]
+        return steps * settings.rollout_epochs
 
     def _draw_groups(self, count: int, iteration: int) -> tuple[list[list[Rollout]], float]:
         """Returns so many further groups with their rewards, and the seconds that drawing took."""

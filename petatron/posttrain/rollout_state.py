@@ -6,7 +6,7 @@ staleness there are none: the next ones are drawn by the weights that are saved.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from petatron.checkpoint.stateful_components import SavedState, Stateful
 from petatron.posttrain.rollout import Rollout
@@ -20,8 +20,12 @@ class RolloutState(Stateful):
     def __init__(self) -> None:
         self.groups = 0
         self.waiting: list[list[Rollout]] = []
+        self.before_save: Callable[[], None] | None = None
+        """Called by every rank before a checkpoint: what other ranks are drawing is waited for."""
 
     def values(self) -> dict[str, object]:
+        if self.before_save is not None:
+            self.before_save()
         waiting = [[rollout.to_json() for rollout in of_step] for of_step in self.waiting]
         return {"groups": self.groups, "waiting": waiting}
 

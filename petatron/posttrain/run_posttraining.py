@@ -2,28 +2,38 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import Any
 
 from petatron.base.errors import ConfigError, Problem
 from petatron.checkpoint.stateful_components import Stateful
 from petatron.config import LoadedConfig
+from petatron.config.rollout_layout import drawing_config
 from petatron.config.schema.run import RunConfig
 from petatron.data.conversations.end_of_turn import end_of_turn_id
 from petatron.data.prompt.prompt_encoder import PromptEncoder
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.stop_ids import find_stop_ids
+from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import ParallelMesh
+from petatron.mesh.rank_layout import Layout
 from petatron.models.distillation import Distill
 from petatron.models.objective import build_objective
 from petatron.models.policy_gradient import PolicyGradient
 from petatron.posttrain.answer_judge import AnswerJudge
 from petatron.posttrain.critic import Critic
+from petatron.posttrain.drawing_ranks.distant_drawing import DistantDrawing, DistantLoader, DistantSampler
+from petatron.posttrain.drawing_ranks.draw_for_others import draw_for_others
+from petatron.posttrain.drawing_ranks.messages import MessageAxis
 from petatron.posttrain.environment_turns import EnvironmentTurns
 from petatron.posttrain.environments.environment import EnvironmentProperties
 from petatron.posttrain.environments.environment_pool import EnvironmentPool
 from petatron.posttrain.environments.environment_spec import environment_backend
-from petatron.posttrain.prompt_evaluation import PromptEvaluator
+from petatron.posttrain.handover.drawing_model import DrawingModel, ReceivedModel, open_drawing_model
+from petatron.posttrain.handover.weight_handover import WeightHandover
+from petatron.posttrain.prompt_evaluation import PromptEvaluator, prompt_groups
 from petatron.posttrain.prompts import PromptSet, read_prompt_files
 from petatron.posttrain.rewards.code_rewards import check_sandbox
 from petatron.posttrain.rewards.code_sandbox import SandboxLimits
@@ -36,19 +46,35 @@ from petatron.posttrain.rollout_loader import RolloutLoader
 from petatron.posttrain.rollout_log import RolloutLog
 from petatron.posttrain.rollout_sampler import RolloutSampler
 from petatron.posttrain.rollout_state import RolloutState
+from petatron.pretrained.launch_and_build_model import build_initial_model, join_ranks
 from petatron.train.build_run import DataLoaders
-from petatron.train.check_and_open_run import RunStart
+from petatron.train.check_and_open_run import RunStart, check_start
 from petatron.train.report.task_evaluation import IterationEvaluator
-from petatron.train.run_training import log_directory, run_training
+from petatron.train.run_training import build_watchdog, log_directory, run_training
 from petatron.train.state.train_state import TrainState
 from petatron.train.training_loop import TrainingResult
 
 _GIGABYTE = 1 << 30
 
 
-def run_posttraining(loaded: LoadedConfig, *, subcommands: Collection[str] = ()) -> TrainingResult:
-    """Trains on drawn answers as configured; every rank calls it. Prompts and rewards are checked before anything is built."""
-    return run_training(loaded, subcommands=subcommands, open_source=RolloutSource)
+def run_posttraining(loaded: LoadedConfig, *, subcommands: Collection[str] = ()) -> TrainingResult | None:
+    """Trains on drawn answers as configured; every rank calls it. Prompts and rewards are checked before anything is built.
+
+    Ranks that draw while others train return None.
+    """
+    environment = read_environment()
+    if environment.rank < loaded.config.parallel.world_size:
+        return run_training(loaded, subcommands=subcommands, open_source=RolloutSource)
+    for number in (signal.SIGTERM, signal.SIGINT):  # ranks that train save first, and then end this one
+        signal.signal(number, signal.SIG_IGN)
+    source = RolloutSource(check_start(loaded))
+    common = join_ranks(source.run)
+    first = source.run.parallel.world_size
+    layout = Layout.from_config(drawing_config(source.run).parallel)
+    mesh = ParallelMesh(layout, environment.rank - first, first_rank=first, **common)
+    with build_watchdog(mesh, timeout_minutes=common["timeout_minutes"]):
+        source.draw_for_others(mesh)
+    return None
 
 
 class RolloutSource:
@@ -56,7 +82,12 @@ class RolloutSource:
 
     def __init__(self, start: RunStart) -> None:
         run, tokenizer = start.loaded.config, start.tokenizer
-        if not isinstance(build_objective(run), PolicyGradient | Distill):
+        self.run, objective = run, build_objective(run)
+        if run.rollout.rollout_ranks and isinstance(objective, PolicyGradient) and objective.kl_in_reward:
+            rule = "is computed by a reference that ranks which draw alone do not have"
+            fix = "Use kl_weight, or leave --rollout-ranks out."
+            raise ConfigError([Problem("--objective-settings", f"kl_in_reward={objective.kl_in_reward}", rule, fix)])
+        if not isinstance(objective, PolicyGradient | Distill):
             rule = "is no objective of drawn answers"
             fix = "Use policy-gradient or distill, or leave it out."
             raise ConfigError([Problem("--objective", str(run.train.objective), rule, fix)])
@@ -102,47 +133,84 @@ class RolloutSource:
 
     def open(self, state: TrainState, tokenizer: Tokenizer | None) -> tuple[DataLoaders, IterationEvaluator | None]:
         run, settings, mesh = state.run, state.run.rollout, state.mesh
+        if self._critic is not None:
+            self._critic.start()
+        rewards = self._open_rewards(mesh)
+        log = RolloutLog(log_directory(run), gigabytes=settings.rollout_log_gigabytes)
+        multiple = mesh.pp.size if state.model.plan.virtual > 1 else 1
+        packing = RolloutPacking(run, mesh.dp, micro_batch_multiple=multiple)
+        judge = AnswerJudge(settings, state.model, self._critic, packing)
+        options: dict[str, Any] = {
+            "judge": judge,
+            "packing": packing,
+            "iteration": lambda: state.progress.iteration,
+        }
+        if settings.rollout_ranks:
+            everyone = open_everyone(mesh, run)
+            handover = WeightHandover(state.model, None, everyone, ranks_per_node=read_environment().local_world_size)
+            axis = MessageAxis(everyone, run.parallel.world_size, str(log_directory(run)))
+            drawing = DistantDrawing(axis, handover, self._state, iteration=options["iteration"])
+            sampler, options["drawing"], loader_class = DistantSampler(drawing), drawing, DistantLoader
+        else:
+            model = open_drawing_model(run, state.model, iteration=options["iteration"])
+            sampler = self._open_sampler(run, mesh, model, state.model.spec.vocab_size)
+            loader_class = RolloutLoader
+        self._loader = loader_class(run, mesh, self._prompts, sampler, rewards, self._state, log, **options)
+        evaluator = None
+        if self._held_out is not None:
+            interval = settings.eval_rollout_interval or run.train.eval_interval
+            evaluator = PromptEvaluator(settings, self._held_out, sampler, rewards, interval=interval)
+        return DataLoaders(train=self._loader, valid={}, test=None), evaluator
+
+    def draw_for_others(self, mesh: ParallelMesh) -> None:
+        """Draws on this rank, one of `--rollout-ranks`, until those that train have ended."""
+        run, settings = drawing_config(self.run), self.run.rollout
+        model = build_initial_model(run, mesh, init_weights=False, gradients=False)
+        everyone = open_everyone(mesh, self.run)
+        handover = WeightHandover(None, model, everyone, ranks_per_node=read_environment().local_world_size)
+        axis = MessageAxis(everyone, mesh.first_rank, "")
+        received = ReceivedModel(model, handover)
+        sampler = self._open_sampler(run, mesh, received, model.spec.vocab_size)
+        log = RolloutLog(Path(axis.folder), gigabytes=settings.rollout_log_gigabytes)
+        packing = RolloutPacking(run, mesh.dp, micro_batch_multiple=1)
+        loader = self._loader = RolloutLoader(
+            run,
+            mesh,
+            self._prompts,
+            sampler,
+            self._open_rewards(mesh),
+            self._state,
+            log,
+            judge=AnswerJudge(settings, model, None, packing),
+            packing=packing,
+            iteration=lambda: 0,
+        )
+        held_out = [] if self._held_out is None else prompt_groups(self._held_out)
+        try:
+            draw_for_others(axis, received, loader, sampler, self._state, held_out=held_out)
+        finally:
+            self.close()
+
+    def _open_sampler(self, run: RunConfig, mesh: ParallelMesh, model: DrawingModel, vocab_size: int) -> RolloutSampler:
         start = run.checkpoint.pretrained_checkpoint
-        vocab_size = state.model.spec.vocab_size
         if start is not None:
             stop_ids = find_stop_ids(Path(start), self._tokenizer, vocab_size=vocab_size)
         else:
             stop_ids = () if self._tokenizer.eod is None else (self._tokenizer.eod,)
         end_of_turn = end_of_turn_id(self._tokenizer)
-        if self._critic is not None:
-            self._critic.start()
         stop_ids = tuple({*stop_ids, *(() if end_of_turn is None else (end_of_turn,))})
-        engine = RolloutEngine(
-            run, state.model, self._tokenizer, longest=self._longest(run), iteration=lambda: state.progress.iteration
-        )
-        sampler = RolloutSampler(run, engine, self._tokenizer, stop_ids, self._open_environment(run, mesh))
+        engine = RolloutEngine(run, model, self._tokenizer, longest=self._longest(run))
+        return RolloutSampler(run, engine, self._tokenizer, stop_ids, self._open_environment(run, mesh))
+
+    def _open_rewards(self, mesh: ParallelMesh) -> RolloutRewards:
+        settings = self.run.rollout
         reward_sum = RewardSum(
             self._rewards,
             workers=settings.reward_workers,
             timeout_s=settings.reward_timeout_s,
             sandbox=self._sandbox,
         )
-        rewards = RolloutRewards(mesh, reward_sum)
-        log = RolloutLog(log_directory(run), gigabytes=settings.rollout_log_gigabytes)
-        multiple = mesh.pp.size if state.model.plan.virtual > 1 else 1
-        packing = RolloutPacking(run, mesh.dp, micro_batch_multiple=multiple)
-        self._loader = loader = RolloutLoader(
-            run,
-            mesh,
-            self._prompts,
-            sampler,
-            rewards,
-            self._state,
-            log,
-            judge=AnswerJudge(settings, state.model, self._critic, packing),
-            packing=packing,
-            iteration=lambda: state.progress.iteration,
-        )
-        evaluator = None
-        if self._held_out is not None:
-            interval = settings.eval_rollout_interval or run.train.eval_interval
-            evaluator = PromptEvaluator(settings, self._held_out, sampler, rewards, interval=interval)
-        return DataLoaders(train=loader, valid={}, test=None), evaluator
+        return RolloutRewards(mesh, reward_sum)
 
     def _open_environment(self, run: RunConfig, mesh: ParallelMesh) -> EnvironmentTurns | None:
         if self._environment is None:
@@ -170,3 +238,10 @@ class RolloutSource:
         return read_prompt_files(
             paths, encoder, chat=settings.rollout_chat, max_ids=max_ids, flag=flag, tools=self._properties.tools
         )
+
+
+def open_everyone(mesh: ParallelMesh, run: RunConfig) -> ParallelMesh:
+    """Returns the mesh of the ranks that train and those that draw; each of them calls it."""
+    everyone = mesh.of_all_ranks(run.parallel.world_size + run.rollout.rollout_ranks, label="everyone")
+    everyone.create_groups(["world"])
+    return everyone

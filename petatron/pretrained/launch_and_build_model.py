@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -59,7 +59,13 @@ def launch(run: RunConfig | HasConfig) -> ParallelMesh:
     >>> launch(petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])).describe()
     'one device (1 rank)'
     """
-    run, environment = config_of(run), read_environment()
+    run = config_of(run)
+    return ParallelMesh(Layout.from_config(run.parallel), read_environment().rank, **join_ranks(run))
+
+
+def join_ranks(run: RunConfig) -> dict[str, Any]:
+    """Joins the other ranks, if any, and returns what every mesh of this rank has in common: device, backend, time limit and options."""
+    environment = read_environment()
     device_info = detect_device(run.train.device, local_rank=environment.local_rank // run.launch.ranks_per_device)
     backend = start_process_group(
         environment,
@@ -70,14 +76,12 @@ def launch(run: RunConfig | HasConfig) -> ParallelMesh:
         ranks_per_device=run.launch.ranks_per_device,
     )
     device = torch.device("cuda", torch.cuda.current_device()) if device_info.kind == "cuda" else torch.device("cpu")
-    return ParallelMesh(
-        Layout.from_config(run.parallel),
-        environment.rank,
-        device=device,
-        backend=backend,
-        timeout_minutes=run.parallel.distributed_timeout_minutes,
-        options=communicator_options(run.parallel),
-    )
+    return {
+        "device": device,
+        "backend": backend,
+        "timeout_minutes": run.parallel.distributed_timeout_minutes,
+        "options": communicator_options(run.parallel),
+    }
 
 
 def build_initial_model(

@@ -49,6 +49,7 @@ def _launch(config: RawRunConfig) -> Iterator[Problem]:
     yield from within("node_rank", launch.node_rank, 0, launch.nnodes)
     if world is None or world < 1:
         return
+    world += max(0, config.rollout.rollout_ranks)
     local = launch.nproc_per_node
     if local is not None and local > 0 and local * launch.nnodes != world:
         rule = f"x --nnodes {launch.nnodes} = {local * launch.nnodes} is not the world size {world}"

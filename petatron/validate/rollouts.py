@@ -40,12 +40,33 @@ def check_rollouts(config: RawRunConfig) -> Iterator[Problem]:
         flag = "--rampup-batch-size" if train.rampup_batch_size else "--step-batch-size-schedule"
         rule = "changes how many answers a step has, which are drawn for several"
         yield Problem(flag, "", rule, "Leave it out.")
+    yield from _drawing_ranks(config)
     yield from _drawing_layout(config)
+
+
+def _drawing_ranks(config: RawRunConfig) -> Iterator[Problem]:
+    settings, world = config.rollout, config.parallel.world_size
+    if not settings.rollout_ranks:
+        return
+    value = str(settings.rollout_ranks)
+    if world is not None and world < 1:
+        yield Problem("--rollout-ranks", value, "leaves no rank that trains", "Use fewer, or start more ranks.")
+    if settings.rollout_staleness < 1:
+        rule = "draws while others train, and with --rollout-staleness 0 each would wait for the other"
+        yield Problem("--rollout-ranks", value, rule, "Add --rollout-staleness 1, or leave it out.")
+    for flag, chosen, is_model in (
+        ("--advantage", settings.advantage, settings.advantage == "gae"),
+        ("--old-log-probs", settings.old_log_probs, settings.old_log_probs == "computed"),
+    ):
+        if is_model:
+            rule = "needs a model that judges answers where they are drawn, and --rollout-ranks have the one that draws alone"
+            yield Problem(flag, chosen, rule, "Use another, or leave --rollout-ranks out.")
 
 
 def _drawing_layout(config: RawRunConfig) -> Iterator[Problem]:
     """Checks the layout of drawing by the rules of any layout; what is wrong with that of training is told by itself."""
-    chosen, world, model = chosen_sizes(config), config.parallel.world_size, config.model
+    chosen, model = chosen_sizes(config), config.model
+    world = config.rollout.rollout_ranks or config.parallel.world_size
     if draws_in_place(config) or world is None or world < 1 or min(chosen.values(), default=1) < 1:
         return
     drawing = with_drawing_layout(config)
@@ -54,7 +75,7 @@ def _drawing_layout(config: RawRunConfig) -> Iterator[Problem]:
         return
     if world % (tp * pp):
         flag = next((name for name in chosen if name != "expert_model_parallel_size"), "tensor_model_parallel_size")
-        rule = f"makes tp {tp} x pp {pp} = {tp * pp}, which does not divide the {world} ranks"
+        rule = f"makes tp {tp} x pp {pp} = {tp * pp}, which does not divide the {world} ranks that draw"
         fix = f"Use sizes whose product is {divisors(world)}."
         yield Problem(flag_name(f"rollout_{flag}"), str(chosen.get(flag, tp)), rule, fix)
         return

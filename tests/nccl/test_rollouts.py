@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import RankPool
-from tests.unit.posttrain.rollouts import learn, load, write_prompts
+from tests.unit.posttrain.rollouts import learn, learn_or_draw, load, write_prompts
 
 LAYOUTS = {
     "": 1,
@@ -37,6 +37,20 @@ def test_answers_are_those_of_one_process(gpu_ranks: RankPool, prompts: Path, la
             assert ours.loss == pytest.approx(other.loss, abs=1e-9)
             assert ours.grad_norm == pytest.approx(other.grad_norm, rel=1e-7)
             assert ours.metrics == pytest.approx(other.metrics, abs=1e-7)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size"), [("--rollout-ranks 1", 2), ("--tp 2 --pp 2 --rollout-ranks 4 --rollout-tp 2", 8)]
+)
+def test_ranks_that_draw_give_the_same_answers(gpu_ranks: RankPool, prompts: Path, layout: str, world_size: int):
+    flags = f"--rollout-prompts {prompts} --rollout-staleness 1"
+    alone = learn(load(f"{flags} --device cpu"))
+    for learned in gpu_ranks.run(
+        learn_or_draw, world_size, load(f"{flags} {layout}", world_size=world_size), timeout_s=120
+    ):
+        for ours, other in zip(learned, alone):
+            assert ours.loss == pytest.approx(other.loss, abs=1e-9)
+            assert ours.grad_norm == pytest.approx(other.grad_norm, rel=1e-7)
 
 
 @pytest.mark.parametrize("layout", ["", "--tp 2 --sequence-parallel", "--pp 2"])

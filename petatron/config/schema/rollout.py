@@ -101,6 +101,9 @@ class RolloutConfig:
     rollout_keep_engine: Annotated[bool, _DRAWS] = False
     """Keep the cache of the engine, and its captured steps, while training: rounds of drawing begin sooner, and training has less
     memory."""
+    rollout_ranks: Annotated[SmallCount, "at least 0", _DRAWS] = 0
+    """Ranks, the last ones, that draw while the others train, in a layout of their own, for steps that `--rollout-staleness` says. They are
+    not among the ranks of the layout of training, and --nproc-per-node counts both."""
     rollout_tensor_model_parallel_size: Annotated[RankCount, _DRAWS] | None = None
     """Tensor-parallel ranks while answers are drawn; weights are handed over to this layout for each round of drawing. Unset, as are the
     next two: that of training, where weights stay in place."""

@@ -37,6 +37,7 @@ class DrawingModel(Protocol):
 
     handover_s: float
     stays_in_place: bool
+    device: torch.device
 
     def load(self) -> ParallelModel:
         """Returns the model with the weights of now."""
@@ -56,7 +57,7 @@ class ModelInPlace:
     """The weights that are trained, in place."""
 
     def __init__(self, model: ParallelModel) -> None:
-        self.handover_s, self.stays_in_place = 0.0, True
+        self.handover_s, self.stays_in_place, self.device = 0.0, True, model.mesh.device
         self._model = model
         if model.mesh.cp.size > 1:
             self._model = copy.copy(model)
@@ -79,10 +80,10 @@ class CopiedModel:
         self._model = build_initial_model(drawing, mesh, init_weights=False, gradients=False)
         model.rng_streams.restore(random_states)
         ranks_per_node = read_environment().local_world_size
-        self._handover = WeightHandover(model, self._model, ranks_per_node=ranks_per_node)
+        self._handover = WeightHandover(model, self._model, model.mesh, ranks_per_node=ranks_per_node)
         self._groups = [group for group in self._model.param_groups if isinstance(group, FlatParamGroup)]
         self._frozen, self._iteration, self._loaded = model.frozen_tensors, iteration, -1
-        self.handover_s, self.stays_in_place = 0.0, False
+        self.handover_s, self.stays_in_place, self.device = 0.0, False, mesh.device
         self._has_weights = True
         self.free()
         if mesh.rank == 0:
@@ -116,6 +117,23 @@ class CopiedModel:
         if self._model.mesh.device.type == "cuda":
             torch.cuda.synchronize(self._model.mesh.device)
         return time.perf_counter()
+
+
+class ReceivedModel:
+    """The weights on a rank that draws alone, which others hand over when they say so (`drawing_ranks/`)."""
+
+    def __init__(self, model: ParallelModel, handover: WeightHandover) -> None:
+        self.handover_s, self.stays_in_place, self.device = 0.0, True, model.mesh.device
+        self._model, self._handover = model, handover
+
+    def receive(self) -> None:
+        self._handover.run()
+
+    def load(self) -> ParallelModel:
+        return self._model
+
+    def free(self) -> None:
+        """Does nothing: this rank draws alone."""
 
 
 def _with_whole_sequences(mesh: ParallelMesh) -> ParallelMesh:

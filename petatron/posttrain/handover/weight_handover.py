@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from petatron.mesh.collectives import Handle, start_all_to_all
+from petatron.mesh.mesh import ParallelMesh
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.posttrain.handover.plan_handover import ROUND_BYTES, HandoverRound, HeldBox, Transfer, plan_handover
 from petatron.sharding.boxes import Box
@@ -41,34 +42,33 @@ class _InFlight(NamedTuple):
 
 
 class WeightHandover:
-    """From one model to another on the same ranks, as often as the first one changes. Every rank calls its methods."""
+    """From one model to another, as often as the first one changes. Every rank of both calls its methods."""
 
     def __init__(
         self,
-        source: ParallelModel,
-        target: ParallelModel,
+        source: ParallelModel | None,
+        target: ParallelModel | None,
+        mesh: ParallelMesh,
         *,
         ranks_per_node: int = 1,
         round_bytes: int = ROUND_BYTES,
     ) -> None:
-        self._source, self._target, self._world = source, target, source.mesh.world
-        available, needed = (
-            [HeldBox(held.name, held.logical_shape, held.box, index) for index, held in enumerate(_held_tensors(model))]
-            for model in (source, target)
-        )
-        dtypes = [held.tensor.dtype for held in _held_tensors(target)]
-        needed = [held._replace(dtype=dtype) for held, dtype in zip(needed, dtypes, strict=True)]
-        self._plan = plan_handover(
-            available, needed, source.mesh.control, ranks_per_node=ranks_per_node, round_bytes=round_bytes
-        )
+        """`mesh` has the ranks of both models; a rank may have a part of one alone."""
+        self._source, self._target, self._mesh = source, target, mesh
+        available = [HeldBox(held.name, held.logical_shape, held.box, at) for at, held in _numbered(source)]
+        needed = [
+            HeldBox(held.name, held.logical_shape, held.box, at, held.tensor.dtype) for at, held in _numbered(target)
+        ]
+        limits = {"ranks_per_node": ranks_per_node, "round_bytes": round_bytes}
+        self._plan = plan_handover(available, needed, mesh.control, **limits)
 
     @torch.no_grad()
     def run(self, *, skipped: Collection[str] = ()) -> None:
         """Fills the weights of the target; `skipped` are the names of tensors that it still has, the same ones on every rank."""
-        for group in self._source.param_groups:
+        for group in () if self._source is None else self._source.param_groups:
             if isinstance(group, FlatParamGroup):
                 group.wait_for_params()
-        sources, targets = list(_held_tensors(self._source)), list(_held_tensors(self._target))
+        sources, targets = ([held for _, held in _numbered(model)] for model in (self._source, self._target))
         for source, target, box in self._plan.copies:
             if sources[source].name not in skipped:
                 _part(targets[target], box).copy_(_part(sources[source], box))
@@ -85,14 +85,14 @@ class WeightHandover:
             self._unpack(in_flight, targets)
 
     def _start(self, planned: HandoverRound, sources: Sequence[_HeldTensor]) -> _InFlight:
-        sent, received = ([0] * self._world.size for _ in range(2))
+        sent, received = ([0] * self._mesh.world.size for _ in range(2))
         for transfers, counts in ((planned.sends, sent), (planned.receives, received)):
             for transfer in transfers:
                 counts[transfer.peer] += self._num_bytes(transfer)
-        buffer = torch.empty(sum(sent), dtype=torch.uint8, device=self._source.mesh.device)
+        buffer = torch.empty(sum(sent), dtype=torch.uint8, device=self._mesh.device)
         for transfer, packed in self._views(buffer, planned.sends):
             packed.copy_(_part(sources[transfer.index], transfer.box))
-        return _InFlight(planned, *start_all_to_all(buffer, self._world, send=sent, receive=received))
+        return _InFlight(planned, *start_all_to_all(buffer, self._mesh.world, send=sent, receive=received))
 
     def _unpack(self, in_flight: _InFlight, targets: Sequence[_HeldTensor]) -> None:
         in_flight.handle.wait()
@@ -115,6 +115,10 @@ class WeightHandover:
 
 def _part(held: _HeldTensor, box: Box) -> Tensor:
     return held.tensor[box.slices_in(held.box)]
+
+
+def _numbered(model: ParallelModel | None) -> Iterator[tuple[int, _HeldTensor]]:
+    return enumerate(() if model is None else _held_tensors(model))
 
 
 def _held_tensors(model: ParallelModel) -> Iterator[_HeldTensor]:

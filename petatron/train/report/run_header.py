@@ -194,6 +194,8 @@ def _layout(run: RunConfig, device: DeviceInfo) -> str:
     if run.rollout.rollout_prompts:
         rows = count_with_noun(run.train.micro_batch_size, "row")
         batches = f"micro-batches of {rows} of {count_with_noun(run.model.seq_length, 'token')}, into which answers are packed"
+    if drawing := run.rollout.rollout_ranks:
+        batches = f"{batches}; {count_with_noun(drawing, 'rank')} of their own that draw"
     if ranks == 1:
         return f"one rank on {what}; {batches}"
     return f"{' x '.join(_parallel_sizes(run))}: {ranks:,} ranks on {what}; {batches}"

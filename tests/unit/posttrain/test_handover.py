@@ -99,7 +99,7 @@ def unequal_weights(run: RunConfig, round_bytes: int) -> tuple[list[str], int]:
     other = mesh.with_layout(Layout.from_config(drawing.parallel), label="rollout")
     model, wanted = build_initial_model(run, mesh), build_initial_model(drawing, other, gradients=False)
     target = build_initial_model(drawing, other, init_weights=False, gradients=False)
-    handover = WeightHandover(model, target, round_bytes=round_bytes)
+    handover = WeightHandover(model, target, mesh, round_bytes=round_bytes)
     handover.run()
     unequal = [
         name
