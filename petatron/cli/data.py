@@ -26,6 +26,7 @@ from petatron.cli.subcommands import (
     data_build_index,
     data_fetch,
     data_preprocess_parts,
+    data_teacher,
     data_trace,
     data_train_tokenizer,
     data_worker_speeds,
@@ -52,6 +53,7 @@ _CURATION = {
 """Subcommands with a module of their own, and what they do."""
 _OF_RUNS = {
     "build-index": (data_build_index, "build the sample indices of a run before it starts"),
+    "teacher": (data_teacher, "store a teacher's likeliest tokens for the data of a run, for --objective distill"),
     "trace": (data_trace, "name the documents that an iteration of a run trains on"),
 }
 """Subcommands that take the flags of `petatron train` too."""

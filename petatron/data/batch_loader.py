@@ -166,7 +166,10 @@ class BatchLoader:
 
     def dataset_indices(self, global_batch_size: int, consumed_samples: int) -> NDArray[np.int64]:
         """Returns where in the dataset the samples of this rank's step are: [micro-batches, micro_batch_size]."""
-        numbers = self.sample_ids(global_batch_size, consumed_samples)
+        return self.places(self.sample_ids(global_batch_size, consumed_samples))
+
+    def places(self, numbers: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Returns where in the dataset some samples of the run are, by their global numbers."""
         return self._shuffled(numbers, len(self.dataset)) if self.options.dataloader_type == "cyclic" else numbers
 
     @property

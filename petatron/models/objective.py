@@ -129,7 +129,7 @@ class Objective(ABC):
         return {}
 
     @property
-    def stored(self) -> Mapping[str, StoredRole]:
+    def stored_roles(self) -> Mapping[str, StoredRole]:
         """What it reads of models that are not in memory, by role."""
         return {}
 

@@ -114,7 +114,7 @@ class _WithReference(Objective):
         return {} if self.cache_reference else {_REFERENCE: self._model}
 
     @property
-    def stored(self) -> Mapping[str, StoredRole]:
+    def stored_roles(self) -> Mapping[str, StoredRole]:
         if not self.cache_reference:
             return {}
         return {

@@ -141,7 +141,7 @@ def open_run(start: RunStart, mesh: ParallelMesh, source: RunSource | None = Non
             lambda: build_loaders(run, mesh, tokenizer, train_samples=length.samples),
             local_rank=environment.local_rank,
         )
-        attach_stored_outputs(run, state.model, loaders)
+        attach_stored_outputs(run, state.model, loaders, train_samples=length.samples)
     headline = start.header.lines(length, tokenizer)
     if resumed:
         how = "weights" if run.checkpoint.finetune else f"resumed at iteration {state.progress.iteration}"

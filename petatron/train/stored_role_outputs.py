@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from petatron.base.errors import CheckpointError, ConfigError, DataError, Petatr
 from petatron.base.log import get_logger
 from petatron.checkpoint.files import step_list
 from petatron.checkpoint.files.step_folder import MODEL_FOLDER
+from petatron.config.required_settings import required
 from petatron.config.schema.data_blend import read_blend_file
 from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import BatchLoader
@@ -43,21 +45,52 @@ _log = get_logger(__name__)
 _FORMAT = 1
 
 
-def attach_stored_outputs(run: RunConfig, model: ParallelModel, loaders: DataLoaders) -> None:
-    """Gives every loader the stored arrays that the objective of a model reads; every rank calls it, once weights are loaded."""
-    for role, stored in model.objective.stored.items():
-        sizes = {loader: count for loader, count in _evaluated(run, loaders) if isinstance(loader, BatchLoader)}
+def attach_stored_outputs(run: RunConfig, model: ParallelModel, loaders: DataLoaders, *, train_samples: int) -> None:
+    """Gives every loader the stored arrays that the objective of a model reads; every rank calls it, once weights are loaded.
+
+    train_samples: the number of training samples of the run, from its start.
+    """
+    for role, stored in model.objective.stored_roles.items():
         if not isinstance(loaders.train, BatchLoader):
             rule = f"is of files, and this run has other data: what is stored of the {role} is found by their texts"
             raise ConfigError([Problem("--objective-settings", f"{role}", rule, "Leave it out.")])
         if stored.folder is not None:
             store = StoredOutputs.open(Path(stored.folder))
+            check_description(store, run, model)
         else:
             store = StoredOutputs(*_cache_place(run, model, role, stored))
-            _fill(run, model, role, stored, store, {loaders.train: len(loaders.train.dataset)} | sizes)
+            folder = required("folder", required("model", stored.model).folder)
+            open_model = partial(open_frozen_model, run, model, role, folder)
+            fill_store(store, stored, model, dataset_sizes(run, loaders, train_samples), open_model, role=role)
         extension = batch_extension(store, stored.per, stored.arrays)
-        for loader in (loaders.train, *sizes):
+        for loader in dataset_sizes(run, loaders, train_samples):
             loader.extend_batches(extension)
+
+
+def describe_rows(run: RunConfig, model: ParallelModel) -> dict[str, object]:
+    """Returns what the outputs of a row depend on besides its tokens."""
+    return {
+        "vocabulary": model.spec.vocab_size,
+        "reset_position_ids": run.data.reset_position_ids,
+        "reset_attention_mask": run.data.reset_attention_mask,
+    }
+
+
+def check_description(store: StoredOutputs, run: RunConfig, model: ParallelModel) -> None:
+    """Raises `DataError` where outputs were stored for other rows than those of a run."""
+    for name, value in describe_rows(run, model).items():
+        if (there := store.description.get(name)) != value:
+            raise DataError(
+                f"{store.folder} was stored with {name.replace('_', '-')} {there}, and this run has {value}. Store the outputs again with "
+                "the settings of this run."
+            )
+
+
+def dataset_sizes(run: RunConfig, loaders: DataLoaders, train_samples: int) -> dict[BatchLoader, int]:
+    """Returns the loaders of files, and how many samples of each the run reads."""
+    sizes = {loader: count for loader, count in _evaluated(run, loaders) if isinstance(loader, BatchLoader)}
+    assert isinstance(loaders.train, BatchLoader)
+    return {loaders.train: train_samples} | sizes
 
 
 def _evaluated(run: RunConfig, loaders: DataLoaders) -> Iterator[tuple[object, int]]:
@@ -70,15 +103,16 @@ def _evaluated(run: RunConfig, loaders: DataLoaders) -> Iterator[tuple[object, i
             yield loader, size if reads_all else min(size, count)
 
 
-def _fill(
-    run: RunConfig,
-    model: ParallelModel,
-    role: str,
-    stored: StoredRole,
+def fill_store(
     store: StoredOutputs,
+    stored: StoredRole,
+    model: ParallelModel,
     sizes: Mapping[BatchLoader, int],
-) -> None:
-    """Computes and stores what is missing; the frozen model is open only meanwhile."""
+    open_model: Callable[[], RoleModel],
+    *,
+    role: str,
+) -> int:
+    """Computes and stores what is missing, and returns how much that was; the frozen model is open only meanwhile. Every rank calls it."""
     if model.mesh.rank == 0:
         store.create()
     all_gather_json(None, model.mesh.control)
@@ -87,16 +121,15 @@ def _fill(
     for loader, size in sizes.items():
         for batches in _missing_batches(loader, size, stored, store, model.mesh):
             if frozen is None:
-                assert stored.model is not None and stored.model.folder is not None
-                frozen = open_frozen_model(run, model, role, stored.model.folder)
+                frozen = open_model()
                 text = f"{role}: outputs for the texts of this run are computed once, and stored in {store.folder}"
                 _log_once(model.mesh, text)
             compute_outputs(frozen, model, stored, writer, batches)
     writer.flush()
     all_gather_json(None, model.mesh.control)
     store.read_parts()
-    computed = len(store) - num_stored
-    _log_once(model.mesh, f"{role}: {num_stored:,} stored outputs found, {computed:,} computed; no {role} is in memory")
+    _log_once(model.mesh, f"{role}: {num_stored:,} stored outputs were there, {len(store) - num_stored:,} are computed")
+    return len(store) - num_stored
 
 
 def _missing_batches(
@@ -109,7 +142,7 @@ def _missing_batches(
     for first in range(0, size, per_pass):
         begin = first + mesh.dp.rank * micro * count
         numbers: NDArray[np.int64] = np.arange(begin, begin + micro * count).reshape(count, micro) % size
-        batches = [loader.batch(row) for row in numbers]
+        batches = [loader.batch(row) for row in loader.places(numbers)]
         keys = {key for batch in batches for key in unit_keys(batch, stored.per)}
         missing = any(key not in store and key not in seen for key in keys)
         if any(all_gather_json(missing, mesh.control)):
@@ -139,7 +172,7 @@ def _array(x: Tensor) -> NDArray:
 
 def _cache_place(run: RunConfig, model: ParallelModel, role: str, stored: StoredRole) -> tuple[Path, dict[str, object]]:
     """Returns the folder of a cache, and what its values depend on."""
-    assert stored.model is not None and stored.model.folder is not None
+    folder = required("folder", required("model", stored.model).folder)
     prefixes = _prefixes(run)
     cache = sample_index_folder(run.data, prefixes[0]) if prefixes else None
     if cache is None:
@@ -147,7 +180,7 @@ def _cache_place(run: RunConfig, model: ParallelModel, role: str, stored: Stored
             f"What is stored of the {role} is kept beside the data, and there is no folder for it. Give --data-cache-path FOLDER and the "
             "data by --data-path."
         )
-    path = local_model(role_folder(run, role, stored.model.folder), where=f"the {role}")
+    path = local_model(role_folder(run, role, folder), where=f"the {role}")
     description: dict[str, object] = {
         "format": _FORMAT,
         "role": role,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import petatron
-from petatron.base.errors import DataError
+from petatron.base.errors import ConfigError, DataError
 from petatron.config import LoadedConfig
 from petatron.data import stored_outputs
 from petatron.mesh.mesh import ParallelMesh
@@ -105,15 +106,15 @@ def test_a_second_run_opens_no_reference(folder: Path, tmp_path: Path, monkeypat
     with heard(LOG) as lines:
         open_here(cached(folder, "dpo", tmp_path, "--train-iters 20"))
     assert "outputs for the texts of this run are computed once" in lines[0]
-    assert lines[1].startswith("reference: 0 stored outputs found") and "no reference is in memory" in lines[1]
+    assert lines[1].startswith("reference: 0 stored outputs were there")
     other = f"--objective-settings beta=0.5 cache_reference=true reference={other_weights(folder, tmp_path)}"
     with heard(LOG) as lines:
         open_here(cached(folder, "dpo", tmp_path, f"--train-iters 20 {other}"))
-    assert lines[1].startswith("reference: 0 stored outputs found")
-    monkeypatch.setattr(stored_role_outputs, "open_frozen_model", None)
+    assert lines[1].startswith("reference: 0 stored outputs were there")
+    monkeypatch.setattr(stored_role_outputs, "open_frozen_model", lambda *_: pytest.fail("a reference is opened"))
     with heard(LOG) as lines:
         open_here(cached(folder, "dpo", tmp_path, "--train-iters 20 --seed 5 --micro-batch-size 2"))
-    assert len(lines) == 1 and ", 0 computed" in lines[0]
+    assert len(lines) == 1 and ", 0 are computed" in lines[0]
 
 
 def other_weights(folder: Path, place: Path) -> Path:
@@ -138,7 +139,7 @@ def test_a_pass_that_was_killed_goes_on(folder: Path, tmp_path: Path, monkeypatc
     monkeypatch.setattr(stored_role_outputs, "compute_outputs", compute)
     with heard(LOG) as lines:
         open_here(cached(folder, "dpo", tmp_path))
-    found, computed = (int(number) for number in re.findall(r"(\d+) (?:stored|computed)", lines[1]))
+    found, computed = (int(number) for number in re.findall(r"(\d+) (?:stored|are computed)", lines[1]))
     assert 0 < found < computed + found
 
 
@@ -149,6 +150,13 @@ def test_data_without_a_place_for_a_cache_is_refused(folder: Path, tmp_path: Pat
         open_here(run)
     with pytest.raises(DataError, match=r"are not in the batch\. `petatron train` computes them"):
         train(run.config)  # a loop of one's own
+
+
+def test_other_data_than_files_is_refused(folder: Path, tmp_path: Path):
+    opened = open_here(cached(folder, "dpo", tmp_path))
+    loaders: Any = replace(opened.loaders, train=object())
+    with pytest.raises(ConfigError, match="is of files, and this run has other data"):
+        stored_role_outputs.attach_stored_outputs(opened.state.run, opened.state.model, loaders, train_samples=8)
 
 
 def test_texts_without_an_entry_are_refused(folder: Path, tmp_path: Path):
