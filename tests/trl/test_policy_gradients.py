@@ -35,13 +35,19 @@ def old_log_probs() -> list[np.ndarray]:
 
 
 def our_step(
-    folder: Path, settings: str, old: list[np.ndarray], drawn: list[np.ndarray]
+    folder: Path,
+    settings: str,
+    old: list[np.ndarray],
+    drawn: list[np.ndarray],
+    of_tokens: list[np.ndarray] | None = None,
 ) -> tuple[petatron.Model, float]:
+    """Takes a step with advantages of answers, or of tokens if they are given."""
     segments = []
-    for (prompt, ids), advantage, before, at_draw in zip(ANSWERS, ADVANTAGES, old, drawn):
+    named = [np.full(len(ids), x) for (_, ids), x in zip(ANSWERS, ADVANTAGES)] if of_tokens is None else of_tokens
+    for (prompt, ids), advantage, before, at_draw in zip(ANSWERS, named, old, drawn):
         zeros, learned = np.zeros(len(prompt)), np.array([0.0] * len(prompt) + [1.0] * len(ids), np.float32)
         of_ids = {
-            "advantages": advantage * learned,
+            "advantages": np.concatenate([zeros, advantage]),
             "old_log_probs": np.concatenate([zeros, before]),
             "drawn_log_probs": np.concatenate([zeros, at_draw]),
         }
