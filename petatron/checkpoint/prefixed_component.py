@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +15,8 @@ from petatron.checkpoint.tensor_chunk import Chunk
 class PrefixedComponent(Stateful):
     """A component whose name, kinds and local tensors have a prefix, the name of its model.
 
-    A checkpoint without it starts it anew: the model is then what the run built.
+    It saves what it loads: no model folder has the weights of a second model besides. A checkpoint without it starts it anew: the model is
+    then what the run built.
     """
 
     def __init__(self, component: Stateful, prefix: str) -> None:
@@ -33,10 +34,7 @@ class PrefixedComponent(Stateful):
         return None if self._component.local_prefix is None else f"{self.name}/"
 
     def chunks(self) -> Iterator[Chunk]:
-        return self._with_prefix(self._component.chunks())
-
-    def chunks_to_load(self) -> Iterator[Chunk]:
-        return self._with_prefix(self._component.chunks_to_load())
+        return (replace(chunk, key=self._prefixed(chunk.key)) for chunk in self._component.chunks_to_load())
 
     def local(self) -> Mapping[str, Tensor]:
         return self._component.local()
@@ -50,9 +48,6 @@ class PrefixedComponent(Stateful):
 
     def after_update(self, *, updates: int, skipped: Tensor | None) -> None:
         """Does nothing: the model has updates of its own."""
-
-    def _with_prefix(self, chunks: Iterable[Chunk]) -> Iterator[Chunk]:
-        return (replace(chunk, key=self._prefixed(chunk.key)) for chunk in chunks)
 
     def _prefixed(self, kind: str) -> str:
         return f"{self._prefix}-{kind}"

@@ -39,6 +39,7 @@ def answers(folder: Path) -> dict[str, str]:
     [
         ("--updates-per-rollout 2 --async-save", 2),
         pytest.param("", 12, marks=pytest.mark.crash),
+        pytest.param("--advantage gae --rollout-epochs 2", 12, marks=pytest.mark.crash),
         pytest.param("--rollout-staleness 1 --redraw-equal-rewards 1", 12, marks=pytest.mark.crash),
     ],
 )
@@ -48,7 +49,7 @@ def test_a_killed_run_learns_from_the_same_answers(nursery: Nursery, tmp_path: P
     nursery.run(run_quietly, loaded_run(prompts, tmp_path / "whole", flags)).lived()
     whole_s = time.monotonic() - began
     expected, drawn = Content.of(tmp_path / "whole"), answers(tmp_path / "whole")
-    assert len(drawn) == ITERATIONS // (2 if "updates" in flags else 1) + ("staleness" in flags)
+    assert len(drawn) == ITERATIONS // (2 if "updates" in flags or "epochs" in flags else 1) + ("staleness" in flags)
     killed, folder, newest = 0, tmp_path / "killed", None
     while True:
         life_s = random.uniform(0.1, 0.6) * whole_s if killed < kills else None

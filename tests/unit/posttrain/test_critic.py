@@ -19,7 +19,8 @@ from petatron.posttrain.token_advantages import generalized_advantages, whitened
 from tests.dist import RankPool
 from tests.longform import later
 from tests.parity.harness import tiny_run
-from tests.unit.posttrain.rollouts import Learned, learn, load, open_here, rollout, write_prompts
+from tests.unit.posttrain.rollouts import Learned, learn, load, open_here, rollout, write_environment, write_prompts
+from tests.unit.posttrain.test_environments import ROOM
 from tests.unit.posttrain.test_rollout_loader import check_equal
 
 SEVERAL = (
@@ -65,12 +66,26 @@ def test_every_layout_has_the_same_critic(
         check_equal(learned, alone)
 
 
-def test_a_resumed_run_has_its_critic(prompts: Path, tmp_path: Path, alone: list[Learned]):
-    """Saved in the middle of the steps that learn from answers that were drawn at once."""
-    save = f"--rollout-prompts {prompts} --save {tmp_path}/run {SEVERAL}"
-    whole = learn(load(save, "ppo"), steps=4, save_after=1)
-    check_equal(learn(load(f"{save} --load {tmp_path}/run", "ppo"), steps=3), whole[1:])
-    check_equal(whole[:3], alone)
+@pytest.mark.parametrize("precision", ["", "--no-fp64 --bf16"])
+def test_a_resumed_run_has_its_critic(prompts: Path, tmp_path: Path, precision: str):
+    """Saved in the middle of the steps that learn from answers that were drawn at once; in bf16 there are master weights."""
+    save = f"--rollout-prompts {prompts} --save {tmp_path}/run {precision} {SEVERAL}"
+    unbroken = learn(load(save, "ppo"), steps=4, save_after=1)
+    check_equal(learn(load(f"{save} --load {tmp_path}/run", "ppo"), steps=3), unbroken[1:])
+
+
+def test_turns_have_their_rewards(tmp_path: Path):
+    """Of an environment whose rewards are those of turns; what it wrote is no step of the critic's."""
+    prompts, environment = write_prompts(tmp_path / "prompts.jsonl"), write_environment(tmp_path / "early.py")
+    opened = open_here(
+        load(f"--rollout-prompts {prompts} --environment {environment}:Early --max-turns 3 {ROOM}", "ppo")
+    )
+    batches = opened.loaders.train.next_step(16, 0)
+    for batch in batches:
+        unlearned = batch.loss_mask == 0
+        assert not any(bool(batch[name][unlearned].any()) for name in ("advantages", "returns", "old_values"))
+        assert bool(batch["returns"][~unlearned].any())
+    opened.loaders.train.close()
 
 
 def test_advantages_are_discounted_sums_of_surprises():
