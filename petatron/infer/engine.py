@@ -279,18 +279,20 @@ class Engine:
         if self._adapters is not None:
             self._adapters.release()
 
-    def release_cache(self) -> None:
-        """Gives the memory of pages and states back until `take_cache`, and forgets what they held; CUDA graphs stay. At every rank, while
-        nothing runs.
+    def pause(self) -> None:
+        """Lets the model train until `resume`: the memory of a releasable cache is given back, and what was computed from the weights is
+        forgotten; CUDA graphs stay. At every rank, while nothing runs.
         """
-        assert not self.has_work, "nothing is computed without a cache"
+        assert not self.has_work, "an engine that pauses has no requests"
         self._in_flight = None
         self.forget_prefixes()
+        self._weights.pause()
         self._steps.release_cache()
 
-    def take_cache(self) -> None:
-        """Takes that memory again, at the same addresses; `torch.OutOfMemoryError` if it is not free."""
+    def resume(self) -> None:
+        """Goes on with the weights of now; `torch.OutOfMemoryError` if the memory of the cache is not free: it pauses still."""
         self._steps.take_cache()
+        self._weights.resume()
 
     def forget_prefixes(self) -> None:
         """Forgets all that was computed from the weights: they have changed. At every rank, while nothing runs."""

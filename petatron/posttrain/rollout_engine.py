@@ -41,12 +41,12 @@ class RolloutEngine:
 
     def __init__(self, run: RunConfig, model: DrawingModel, tokenizer: Tokenizer, *, longest: int) -> None:
         self._model, self._tokenizer = model, tokenizer
-        self._keep = run.rollout.rollout_keep_engine or run.rollout.rollout_ranks > 0
-        self._releases_cache = model.device.type == "cuda" and model.stays_in_place and not self._keep
+        keep_cache = run.rollout.rollout_keep_engine or run.rollout.rollout_ranks > 0
+        self._pauses = keep_cache or (model.device.type == "cuda" and model.stays_in_place)
         self._options = EngineOptions(
             max_sequences=run.rollout.rollout_sequences,
             max_length=longest,
-            releasable_cache=self._releases_cache,
+            releasable_cache=not keep_cache,
             copied_weights=False,
             exact=run.train.exact_rollouts,
         )
@@ -72,10 +72,10 @@ class RolloutEngine:
             self.close()
             raise
         else:
-            if self._releases_cache:
+            if self._pauses:
                 assert self._engine is not None, "a round has an engine"
-                self._engine.release_cache()
-            elif not self._keep:
+                self._engine.pause()
+            else:
                 self.close()
         finally:
             self._in_round = False
@@ -98,18 +98,16 @@ class RolloutEngine:
         model = self._model.load()
         if model.mesh.device.type == "cuda":
             torch.cuda.empty_cache()  # the engine asks the driver how much is free
-        if self._engine is not None and self._releases_cache and not self._take_cache(self._engine, model):
+        if self._engine is not None and not self._resume(self._engine, model):
             self.close()
         if self._engine is None:
             self._engine = Engine(model, self._tokenizer, self._options)
-        else:
-            self._engine.forget_prefixes()
 
-    def _take_cache(self, engine: Engine, model: ParallelModel) -> bool:
+    def _resume(self, engine: Engine, model: ParallelModel) -> bool:
         """Whether every rank has its cache again: training may have taken memory that it had not before the first step."""
         try:
-            engine.take_cache()
-            taken = True
+            engine.resume()
+            resumed = True
         except torch.OutOfMemoryError:
-            taken = False
-        return bool(collectives.all_reduce(torch.tensor([int(taken)]), model.mesh.control, op="min"))
+            resumed = False
+        return bool(collectives.all_reduce(torch.tensor([int(resumed)]), model.mesh.control, op="min"))

@@ -201,14 +201,14 @@ def test_a_cache_that_was_given_back_is_at_its_addresses_again(flags: str):
     before = [answer.ids for [answer] in engine.complete(PROMPTS, params)]
     graphs = dict(engine._steps.graphs._captured)  # type: ignore[union-attr]
     taken = torch.cuda.mem_get_info()[0]
-    engine.release_cache()
+    engine.pause()
     freed = torch.cuda.mem_get_info()[0] - taken
     [pages, *_] = [pages for layer in engine._steps._pages.values() for pages in layer.values()]
     assert freed >= pages.nbytes * sum(len(layer) for layer in engine._steps._pages.values()) > 1 << 22
     filler = torch.full((freed // 8,), 7.0, device="cuda")
     del filler
     torch.cuda.empty_cache()
-    engine.take_cache()
+    engine.resume()
     assert pages.count_nonzero() == 0
     assert [answer.ids for [answer] in engine.complete(PROMPTS, params)] == before
     assert graphs and all(engine._steps.graphs._captured[size] is step for size, step in graphs.items())  # type: ignore[union-attr]
@@ -218,12 +218,13 @@ def test_a_cache_that_was_given_back_is_at_its_addresses_again(flags: str):
 def test_a_cache_is_not_taken_again_where_memory_is_not_free():
     engine = Engine(model(""), options=EngineOptions(page_size=4, num_pages=1 << 15, releasable_cache=True))
     engine.complete(PROMPTS, SamplingParams(max_new_tokens=2))
-    engine.release_cache()
+    size = sum(pages.nbytes for layer in engine._steps._pages.values() for pages in layer.values())
+    engine.pause()
     torch.cuda.empty_cache()
-    filler = torch.empty(torch.cuda.mem_get_info()[0] - (1 << 21), dtype=torch.uint8, device="cuda")
+    filler = torch.empty(torch.cuda.mem_get_info()[0] - size // 2, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError, match="bytes are not free"):
-        engine.take_cache()
+        engine.resume()
     del filler
     torch.cuda.empty_cache()
-    engine.take_cache()
+    engine.resume()
     engine.release()

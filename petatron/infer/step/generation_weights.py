@@ -86,7 +86,7 @@ class GenerationGemm:
 
 
 class GenerationWeights:
-    """Replaces the GEMMs of a model's layers, until `release`."""
+    """Replaces the GEMMs of a model's layers, until `release`, and not between `pause` and `resume`."""
 
     def __init__(self, model: ParallelModel, *, fp8: bool, copies: bool = True) -> None:
         """`copies`: a CPU may hold weights a second time."""
@@ -94,6 +94,7 @@ class GenerationWeights:
         choice = choose_kernel("GEMM of few rows", context)
         self._replaced: list[tuple[Linear, LinearOp]] = []
         self._heads: list[OutputHead] = []
+        self._paused: list[tuple[Linear, LinearOp]] = []
         self._quantized: list[tuple[nn.Parameter, Tensor, Fp8Weight]] = []
         self._kernels: FewRowsGemmKernels = choice.functions
         self._moved: list[tuple[nn.Parameter, Tensor]] = []
@@ -132,6 +133,21 @@ class GenerationWeights:
         self.host_gemms.forget_copies()
         self._fp8_gemms.end_step()
 
+    def pause(self) -> None:
+        """Lets the model train: its GEMMs are its own, those of an engine compute no gradients."""
+        assert not self._heads, "output heads have their GEMM for as long as there is an engine"
+        self.forget_copies()
+        self._paused = [(module, module.linear_op) for module, _ in self._replaced]
+        for module, linear_op in self._replaced:
+            module.linear_op = linear_op
+
+    def resume(self) -> None:
+        """Replaces the GEMMs again; the weights may have changed."""
+        self.forget_copies()
+        for module, linear_op in self._paused:
+            module.linear_op = linear_op
+        self._paused = []
+
     def release(self) -> None:
         """Gives the model its GEMMs back, and the dequantized weights."""
         self.forget_copies()
@@ -147,6 +163,7 @@ class GenerationWeights:
         for param, original in self._moved:
             param.data = original.copy_(param.data)
         self._replaced, self._heads, self._quantized, self._moved, self._freed = [], [], [], [], []
+        self._paused = []
         self.host_gemms = HostGemms()
 
     def _copy_weights(self, model: ParallelModel) -> None:

@@ -146,13 +146,13 @@ class ModelSteps:
         self._cache.release()
 
     def release_cache(self) -> None:
-        """Gives the memory of pages and states back until `take_cache`; captured steps stay."""
-        assert self._cache.memory is not None, "the cache is a releasable one"
-        self._cache.memory.release()
+        """Gives the memory of pages and states back until `take_cache`, if it is releasable; captured steps stay."""
+        if self._cache.memory is not None:
+            self._cache.memory.release()
 
     def take_cache(self) -> None:
-        assert self._cache.memory is not None, "the cache is a releasable one"
-        self._cache.memory.take()
+        if self._cache.memory is not None:
+            self._cache.memory.take()
 
     def encode_sources(self, sequences: Sequence[RunningSequence]) -> None:
         """Encodes the prompts of sequences that begin, into their slots."""
