@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -20,6 +21,8 @@ from petatron.infer.engine_outputs import TokenLogprob
 from petatron.infer.sampling_params import SamplingParams
 from petatron.kernels.batch_invariant.row_functions import fixed_order_sum
 from petatron.kernels.policy_log_probs import row_statistics, row_temperatures, scaled_rows
+from petatron.kernels.random_ids import RandomIdKernels
+from petatron.kernels.registry import KernelContext, choose_kernel
 
 
 def uniform_draws(seeds: Rows[int], samples: Rows[int], positions: Rows[int]) -> np.ndarray:
@@ -86,21 +89,29 @@ def sample_tokens(logits_RV: Tensor, rows: Rows[SampledRow]) -> Tensor:
     """Returns one id per row."""
     if any(row.changes_logits for row in rows):
         logits_RV = torch.stack([_change_logits(logits, row) for logits, row in zip(logits_RV, rows)])
-    likeliest = logits_RV.max(dim=-1).indices  # on a CPU two to three times as fast as argmax
-    if all(row.params.greedy for row in rows):
-        return likeliest
+    greedy = [row.params.greedy for row in rows]
+    if all(greedy):
+        return logits_RV.max(dim=-1).indices  # on a CPU two to three times as fast as argmax
     device = logits_RV.device
     dtype = torch.promote_types(logits_RV.dtype, torch.float32)
-    temperature = _to_device([row.params.temperature or 1.0 for row in rows], dtype, device)
-    scaled = logits_RV / temperature.unsqueeze(1)
-    scaled = filter_rows(scaled, rows)
+    temperatures = _to_device([row.params.temperature or 1.0 for row in rows], dtype, device)
+    filtered = logits_RV
+    if any(row.filters for row in rows):
+        filtered = filter_rows(logits_RV / temperatures.unsqueeze(1), rows)
+        temperatures = torch.ones_like(temperatures)
     draws = uniform_draws(
         [row.params.seed for row in rows], [row.params.sample for row in rows], [row.position for row in rows]
     )
-    cumulative = scaled.double().softmax(dim=-1).cumsum(dim=-1)
-    threshold = _to_device(draws.tolist(), torch.float64, device).unsqueeze(1) * cumulative[:, -1:]
-    drawn = torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=logits_RV.shape[1] - 1)
-    return torch.where(_to_device([row.params.greedy for row in rows], torch.bool, device), likeliest, drawn)
+    kernels = _drawing_kernels(device, logits_RV.dtype)
+    drawn = kernels.draw_ids(filtered, temperatures, _to_device(draws.tolist(), torch.float64, device))
+    if not any(greedy):
+        return drawn
+    return torch.where(_to_device(greedy, torch.bool, device), logits_RV.max(dim=-1).indices, drawn)
+
+
+@cache
+def _drawing_kernels(device: torch.device, dtype: torch.dtype) -> RandomIdKernels:
+    return choose_kernel("drawn id", KernelContext.of(device, dtype, allow_compile=False)).functions
 
 
 def _to_device(values: Rows[float], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -237,6 +237,7 @@ OPERATIONS: Mapping[str, tuple[KernelImplementation, ...]] = {
     "paged latent attention": _triton_and_reference("attention.paged_latent_attention"),
     "GEMM of few rows": _triton_and_reference("few_rows_gemm"),
     "most likely id": _triton_and_reference("logits_argmax"),
+    "drawn id": _triton_and_reference("random_ids"),
     "FP8 casts and GEMMs": _triton_and_reference(
         "fp8.cast_and_gemm", as_record=True, unsupported_reason=_fp8_unsupported_reason, reference_name="emulation"
     ),

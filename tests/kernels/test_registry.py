@@ -222,6 +222,7 @@ CALLED: dict[str, set[str]] = {
     "paged latent attention": {"store_latents", "decode_latents"},
     "GEMM of few rows": {"few_rows_gemm", "pack_fp8", "dequantize_weight"},
     "most likely id": {"most_likely"},
+    "drawn id": {"draw_ids"},
     "FP8 casts and GEMMs": {field.name for field in dataclasses.fields(Fp8Kernels)},
     MX: {field.name for field in dataclasses.fields(MxKernels)},
     "FP8 param gather": {field.name for field in dataclasses.fields(Fp8ParamGatherKernels)},

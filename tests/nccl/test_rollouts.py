@@ -60,3 +60,17 @@ def test_exact_log_probabilities_are_those_of_training(gpu_ranks: RankPool, prom
     flags = f"--rollout-prompts {prompts} --exact-rollouts --no-fp64 {precision} {layout}"
     for learned in gpu_ranks.run(learn, world_size, load(flags, world_size=world_size), timeout_s=120):
         assert [step.metrics["rollout difference"] for step in learned] == [0.0] * 3
+
+
+@pytest.mark.parametrize("layout", ["", "--tp 2 --sequence-parallel"])
+def test_engines_that_wait_draw_the_answers_of_new_ones(gpu_ranks: RankPool, prompts: Path, layout: str):
+    """In bfloat16, whose decode steps have GEMMs of their own, which training must not see."""
+    world_size = LAYOUTS[layout]
+    sizes = "--hidden-size 256 --num-attention-heads 4 --ffn-hidden-size 512"
+    flags = f"--rollout-prompts {prompts} --no-fp64 --bf16 {sizes} {layout}"
+    kept, given_back = (
+        gpu_ranks.run(learn, world_size, load(f"{flags} {more}", world_size=world_size), timeout_s=120)[0]
+        for more in ("--rollout-keep-engine", "")
+    )
+    assert [step.metrics for step in kept] == [step.metrics for step in given_back]
+    assert all(0 < step.metrics["rollout difference"] < 0.02 for step in kept)
