@@ -143,6 +143,8 @@ class Engine:
             image_config=self.image_config,
         )
         self._next_request = 0
+        self.between_steps: Callable[[], None] | None = None
+        """Called by every rank before each step; it may change the weights, and then calls `forget_prefixes`."""
         self._closed = False
         self._in_flight: _InFlightStep | None = None
 
@@ -295,7 +297,10 @@ class Engine:
         self._weights.resume()
 
     def forget_prefixes(self) -> None:
-        """Forgets all that was computed from the weights: they have changed. At every rank, while nothing runs."""
+        """Forgets all that was computed from the weights: they have changed. At every rank, between two steps.
+
+        What runs goes on with its pages of former weights.
+        """
         for scheduler in self._schedulers:
             scheduler.pool.forget_prefixes()
         self._weights.forget_copies()
@@ -306,6 +311,8 @@ class Engine:
 
         On a GPU the step after it is already started where its tokens do not matter for that.
         """
+        if self.between_steps is not None:
+            self.between_steps()
         if (
             self._preparing
         ):  # lets requests in whose constraints are compiled; waits a little where there is no other work

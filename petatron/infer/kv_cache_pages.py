@@ -63,6 +63,8 @@ class PagePool:
         self._pages_by_prefix: dict[_PrefixKey, int] = {}
         self._prefixes: dict[int, tuple[_PrefixKey, int]] = {}  # of a page: its key, and its own number as a parent
         self._last_number = 0
+        self._outdated: set[int] = set()
+        """Pages in use that were computed, at least in part, by former weights."""
 
     @property
     def num_free(self) -> int:
@@ -92,6 +94,7 @@ class PagePool:
             self._users[page] -= 1
             assert self._users[page] >= 0, f"page {page} is given back twice"
             if self._users[page] == 0:
+                self._outdated.discard(page)
                 if page in self._prefixes:
                     self._unused_prefixes[page] = None
                 else:
@@ -128,6 +131,8 @@ class PagePool:
         parent: int | PrefixRoot = root
         size = self.page_size
         for number, page in enumerate(pages[: computed // size]):
+            if page in self._outdated:
+                return
             if page not in self._prefixes:
                 key = _PrefixKey(parent, tuple(tokens[number * size : (number + 1) * size]))
                 if key in self._pages_by_prefix:  # another sequence computed the same; its page is found
@@ -139,7 +144,8 @@ class PagePool:
             parent = self._prefixes[page][1]
 
     def forget_prefixes(self) -> None:
-        """Makes nothing findable any more: the weights have changed."""
+        """Makes nothing findable any more: the weights have changed. Sequences that run keep their pages, which nobody else finds."""
+        self._outdated.update(page for page, users in enumerate(self._users) if users)
         self._free.extend(self._unused_prefixes)
         self._unused_prefixes.clear()
         self._pages_by_prefix.clear()

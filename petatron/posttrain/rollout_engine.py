@@ -8,7 +8,7 @@ another one, whose engine and weights it uses.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
 from typing import NamedTuple
@@ -51,6 +51,8 @@ class RolloutEngine:
             exact=run.train.exact_rollouts,
         )
         self._engine: Engine | None = None
+        self.between_steps: Callable[[], None] | None = None
+        """Called by every rank before each step of the engine; weights may change in it."""
         self._in_round, self._round_s = False, 0.0
 
     @property
@@ -88,6 +90,11 @@ class RolloutEngine:
         assert self._engine is not None, "an engine completes within a round"
         return self._engine.complete_on_all_ranks(prompts, params)
 
+    def weights_changed(self) -> None:
+        """Forgets what was computed of former weights, but for what is being drawn."""
+        if self._engine is not None:
+            self._engine.forget_prefixes()
+
     def close(self) -> None:
         if self._engine is not None:
             self._engine.release()
@@ -102,6 +109,7 @@ class RolloutEngine:
             self.close()
         if self._engine is None:
             self._engine = Engine(model, self._tokenizer, self._options)
+            self._engine.between_steps = self.between_steps
 
     def _resume(self, engine: Engine, model: ParallelModel) -> bool:
         """Whether every rank has its cache again: training may have taken memory that it had not before the first step."""

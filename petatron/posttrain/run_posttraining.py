@@ -25,13 +25,13 @@ from petatron.models.policy_gradient import PolicyGradient
 from petatron.posttrain.answer_judge import AnswerJudge
 from petatron.posttrain.critic import Critic
 from petatron.posttrain.drawing_ranks.distant_drawing import DistantDrawing, DistantLoader, DistantSampler
-from petatron.posttrain.drawing_ranks.draw_for_others import draw_for_others
-from petatron.posttrain.drawing_ranks.messages import MessageAxis
+from petatron.posttrain.drawing_ranks.draw_for_others import DrawingForOthers
+from petatron.posttrain.drawing_ranks.messages import MessageAxis, OrderQueue
 from petatron.posttrain.environment_turns import EnvironmentTurns
 from petatron.posttrain.environments.environment import EnvironmentProperties
 from petatron.posttrain.environments.environment_pool import EnvironmentPool
 from petatron.posttrain.environments.environment_spec import environment_backend
-from petatron.posttrain.handover.drawing_model import DrawingModel, ReceivedModel, open_drawing_model
+from petatron.posttrain.handover.drawing_model import ReceivedModel, open_drawing_model
 from petatron.posttrain.handover.weight_handover import WeightHandover
 from petatron.posttrain.prompt_evaluation import PromptEvaluator, prompt_groups
 from petatron.posttrain.prompts import PromptSet, read_prompt_files
@@ -149,11 +149,18 @@ class RolloutSource:
             everyone = open_everyone(mesh, run)
             handover = WeightHandover(state.model, None, everyone, ranks_per_node=read_environment().local_world_size)
             axis = MessageAxis(everyone, run.parallel.world_size, str(log_directory(run)))
-            drawing = DistantDrawing(axis, handover, self._state, iteration=options["iteration"])
+            drawing = DistantDrawing(
+                axis,
+                handover,
+                self._state,
+                iteration=options["iteration"],
+                in_flight=settings.rollout_in_flight,
+            )
             sampler, options["drawing"], loader_class = DistantSampler(drawing), drawing, DistantLoader
         else:
             model = open_drawing_model(run, state.model, iteration=options["iteration"])
-            sampler = self._open_sampler(run, mesh, model, state.model.spec.vocab_size)
+            engine = RolloutEngine(run, model, self._tokenizer, longest=self._longest(run))
+            sampler = self._open_sampler(run, mesh, engine, state.model.spec.vocab_size)
             loader_class = RolloutLoader
         self._loader = loader_class(run, mesh, self._prompts, sampler, rewards, self._state, log, **options)
         evaluator = None
@@ -170,7 +177,8 @@ class RolloutSource:
         handover = WeightHandover(None, model, everyone, ranks_per_node=read_environment().local_world_size)
         axis = MessageAxis(everyone, mesh.first_rank, "")
         received = ReceivedModel(model, handover)
-        sampler = self._open_sampler(run, mesh, received, model.spec.vocab_size)
+        engine = RolloutEngine(run, received, self._tokenizer, longest=self._longest(run))
+        sampler = self._open_sampler(run, mesh, engine, model.spec.vocab_size)
         log = RolloutLog(Path(axis.folder), gigabytes=settings.rollout_log_gigabytes)
         packing = RolloutPacking(run, mesh.dp, micro_batch_multiple=1)
         loader = self._loader = RolloutLoader(
@@ -185,13 +193,25 @@ class RolloutSource:
             packing=packing,
             iteration=lambda: 0,
         )
-        held_out = [] if self._held_out is None else prompt_groups(self._held_out)
+        drawing = DrawingForOthers(
+            axis,
+            OrderQueue(axis, mesh),
+            received,
+            engine,
+            loader,
+            sampler,
+            self._state,
+            held_out=[] if self._held_out is None else prompt_groups(self._held_out),
+            in_flight=settings.rollout_in_flight,
+        )
         try:
-            draw_for_others(axis, received, loader, sampler, self._state, held_out=held_out)
+            drawing.serve()
         finally:
             self.close()
 
-    def _open_sampler(self, run: RunConfig, mesh: ParallelMesh, model: DrawingModel, vocab_size: int) -> RolloutSampler:
+    def _open_sampler(
+        self, run: RunConfig, mesh: ParallelMesh, engine: RolloutEngine, vocab_size: int
+    ) -> RolloutSampler:
         start = run.checkpoint.pretrained_checkpoint
         if start is not None:
             stop_ids = find_stop_ids(Path(start), self._tokenizer, vocab_size=vocab_size)
@@ -199,7 +219,6 @@ class RolloutSource:
             stop_ids = () if self._tokenizer.eod is None else (self._tokenizer.eod,)
         end_of_turn = end_of_turn_id(self._tokenizer)
         stop_ids = tuple({*stop_ids, *(() if end_of_turn is None else (end_of_turn,))})
-        engine = RolloutEngine(run, model, self._tokenizer, longest=self._longest(run))
         return RolloutSampler(run, engine, self._tokenizer, stop_ids, self._open_environment(run, mesh))
 
     def _open_rewards(self, mesh: ParallelMesh) -> RolloutRewards:

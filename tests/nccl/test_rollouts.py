@@ -53,6 +53,13 @@ def test_ranks_that_draw_give_the_same_answers(gpu_ranks: RankPool, prompts: Pat
             assert ours.grad_norm == pytest.approx(other.grad_norm, rel=1e-7)
 
 
+def test_weights_are_handed_over_in_flight(gpu_ranks: RankPool, prompts: Path):
+    flags = "--rollout-staleness 2 --tp 2 --rollout-ranks 2 --rollout-tp 2 --rollout-in-flight --max-answer-tokens 15"
+    loaded = load(f"--rollout-prompts {prompts} {flags}", world_size=4)
+    for learned in gpu_ranks.run(learn_or_draw, 4, loaded, timeout_s=120)[:2]:
+        assert all(0 < step.grad_norm < 100 and step.metrics["rollout k3"] < 1 for step in learned)
+
+
 @pytest.mark.parametrize("layout", ["", "--tp 2 --sequence-parallel", "--pp 2"])
 @pytest.mark.parametrize("precision", ["--bf16", ""])
 def test_exact_log_probabilities_are_those_of_training(gpu_ranks: RankPool, prompts: Path, layout: str, precision: str):

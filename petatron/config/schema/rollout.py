@@ -104,6 +104,9 @@ class RolloutConfig:
     rollout_ranks: Annotated[SmallCount, "at least 0", _DRAWS] = 0
     """Ranks, the last ones, that draw while the others train, in a layout of their own, for steps that `--rollout-staleness` says. They are
     not among the ranks of the layout of training, and --nproc-per-node counts both."""
+    rollout_in_flight: Annotated[bool, used_with("rollout.rollout_ranks")] = False
+    """Hand weights over to ranks that draw between two tokens, also of answers that have begun. Nobody waits for the longest answer, and
+    which weights draw a token depends on time, so no two runs are the same."""
     rollout_tensor_model_parallel_size: Annotated[RankCount, _DRAWS] | None = None
     """Tensor-parallel ranks while answers are drawn; weights are handed over to this layout for each round of drawing. Unset, as are the
     next two: that of training, where weights stay in place."""

@@ -3,6 +3,9 @@
 At each step weights are handed over, and answers of a later step are asked for; what was asked for at former steps is there or is waited
 for. So `--rollout-staleness` alone says which weights draw which answers, as where the same ranks draw and train, however long each takes:
 losses are the same, and a run that is resumed has the answers that it would have had.
+
+With `--rollout-in-flight` weights are handed over without that wait: the staleness is the most that a token may have, and answers of later
+steps are drawn while earlier ones are trained on.
 """
 
 from __future__ import annotations
@@ -32,9 +35,10 @@ class DistantDrawing:
         state: RolloutState,
         *,
         iteration: Callable[[], int],
+        in_flight: bool = False,
     ) -> None:
         self._axis, self._handover, self._state = axis, handover, state
-        self._iteration = iteration
+        self._iteration, self._in_flight = iteration, in_flight
         self._due, self._handed_over = 0, -1
         self._seconds = dict.fromkeys(("draw s", "reward s", "hand-over s", "wait s"), 0.0)
         state.before_save = self.receive_all
@@ -42,12 +46,14 @@ class DistantDrawing:
     def draw_ahead(self, steps_ahead: int, *, steps_per_round: int, answers_per_step: int) -> None:
         """Asks for answers, so that there are those of more than `steps_ahead` steps in all; waits until the next step's are there."""
         missing = steps_ahead + 1 - len(self._state.waiting) - self._due * steps_per_round
-        if missing > 0:
+        if missing > 0 and not self._in_flight:
             self.receive_all()
+        if missing > 0 or self._in_flight:
             self._hand_over()
-            rounds = -(-missing // steps_per_round)
-            self._order("draw", rounds=rounds, answers=answers_per_step)
-            self._due = rounds
+        for _ in range(-(-missing // steps_per_round)):
+            waiting = len(self._state.waiting) + self._due * steps_per_round
+            self._order("draw", answers=answers_per_step, waiting=waiting)
+            self._due += 1
         while not self._state.waiting:
             self._receive()
 
@@ -75,6 +81,7 @@ class DistantDrawing:
 
     def _receive(self) -> None:
         began = time.perf_counter()
+        self._order("deliver")
         drawn = self._axis.drawn()
         self._due -= 1
         self._state.put(drawn.steps)
@@ -86,7 +93,10 @@ class DistantDrawing:
         iteration = self._iteration()
         if self._handed_over == iteration:
             return
+        began = time.perf_counter()
         self._order("receive")
+        self._axis.meet()
+        self._count({"wait s": time.perf_counter() - began})
         began = self._clock()
         self._handover.run()
         self._handed_over = iteration
@@ -97,7 +107,6 @@ class DistantDrawing:
             kind=kind,  # pyright: ignore[reportArgumentType]
             iteration=self._iteration(),
             groups=self._state.groups,
-            waiting=len(self._state.waiting),
             **content,
         )
         self._axis.order(order)

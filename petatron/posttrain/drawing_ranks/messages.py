@@ -1,15 +1,19 @@
-"""What ranks that train and ranks that draw tell each other, as JSON over a control axis of all ranks.
+"""What ranks that train and ranks that draw tell each other, as JSON over control axes of all ranks.
 
-Orders come from the first rank, and all ranks receive them. Answers come from the first rank that draws, once for each round of drawing, in
-the order in which they were asked for; ranks that train give no further order before they have received them all. So both sides always know
-which message is next, and neither polls.
+Orders come from the first rank, and all ranks receive them. Ranks that draw send answers only where an order asks for them, so nobody sends
+what the other side does not wait for. A thread of theirs receives orders, and they look for them where they may follow one.
 """
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Literal
 
+import torch
+
+from petatron.mesh import collectives
 from petatron.mesh.json_collectives import broadcast_json
 from petatron.mesh.mesh import ParallelMesh
 from petatron.posttrain.rollout import Rollout
@@ -19,13 +23,14 @@ from petatron.posttrain.rollout import Rollout
 class Order:
     """What ranks that draw are to do.
 
-    receive: take weights over. draw: draw so many rounds with them. evaluate: answer the held-out prompts. end: end.
-    iteration: that of the weights. answers: of a step. groups: that were drawn before. waiting: steps whose answers are not trained on yet.
+    receive: take weights over. draw: draw a round. deliver: send the answers of the next round, when it is drawn. evaluate: answer the
+    held-out prompts. end: end.
+    iteration: that of the weights. answers: of a step. groups: that were drawn before the run began. waiting: steps whose answers are drawn
+    before, and are not trained on yet.
     """
 
-    kind: Literal["receive", "draw", "evaluate", "end"]
+    kind: Literal["receive", "draw", "deliver", "evaluate", "end"]
     iteration: int = 0
-    rounds: int = 0
     answers: int = 0
     groups: int = 0
     waiting: int = 0
@@ -50,10 +55,15 @@ class MessageAxis:
     def __init__(self, everyone: ParallelMesh, first_drawing: int, folder: str) -> None:
         self.everyone, self._first_drawing = everyone, first_drawing
         self.folder = broadcast_json(folder, everyone.control)
+        self._orders = everyone.background_control_axis()
 
     def order(self, order: Order | None = None) -> Order:
         """Returns the order of the first rank, which alone gives one."""
-        return Order(**broadcast_json(None if order is None else asdict(order), self.everyone.control))
+        return Order(**broadcast_json(None if order is None else asdict(order), self._orders))
+
+    def meet(self) -> None:
+        """Returns when every rank is here: devices should not wait for ranks that still compute rewards."""
+        collectives.barrier(self.everyone.control)
 
     def drawn(self, drawn: Drawn | None = None) -> Drawn:
         """Returns what the first rank that draws has drawn."""
@@ -71,3 +81,35 @@ class MessageAxis:
 
     def _from_drawing(self, content: Any) -> Any:
         return broadcast_json(content, self.everyone.control, source=self._first_drawing)
+
+
+class OrderQueue:
+    """The orders that arrive at a rank that draws. Every such rank calls its methods, and gets the same orders at the same points."""
+
+    def __init__(self, axis: MessageAxis, mesh: ParallelMesh) -> None:
+        """`mesh` is that of the ranks that draw."""
+        self._axis, self._mesh = axis, mesh
+        self._arrived: SimpleQueue[Order | BaseException] = SimpleQueue()
+        Thread(target=self._listen, name="orders", daemon=True).start()
+
+    def next(self) -> Order:
+        """Returns the next order, and waits for it."""
+        order = self._arrived.get()
+        if isinstance(order, BaseException):
+            raise order
+        return order
+
+    def arrived(self) -> list[Order]:
+        """Returns the orders that have arrived at the first of these ranks; others may have to wait for theirs."""
+        count = collectives.broadcast(torch.tensor([self._arrived.qsize()]), self._mesh.control)
+        return [self.next() for _ in range(int(count))]
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                order = self._axis.order()
+                self._arrived.put(order)
+                if order.kind == "end":
+                    return
+        except BaseException as error:  # whoever waits for an order raises it
+            self._arrived.put(error)

@@ -12,8 +12,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
+import petatron
 from petatron.base.errors import ConfigError
+from petatron.infer.engine import Engine
+from petatron.infer.engine_options import EngineOptions
+from petatron.infer.sampling_params import SamplingParams
+from petatron.parallel.parallel_model import ParallelModel
 from petatron.posttrain.run_posttraining import RolloutSource
 from petatron.train.check_and_open_run import check_start
 from tests.dist import RankPool
@@ -86,6 +92,56 @@ def test_a_resumed_run_has_the_answers_that_were_being_drawn(
     resumed = f"{flags} --load {tmp_path}/run"
     check_equal(of_training(ranks, resumed, 2, drawing=1, steps=2)[0], alone[2:])
     check_equal(learn(load(resumed), 2), alone[2:])
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("", 2), later("--rollout-tp 2 --tp 2", 4)])
+def test_weights_that_are_handed_over_in_flight_keep_the_staleness(
+    ranks: RankPool, prompts: Path, tmp_path: Path, layout: str, world_size: int
+):
+    """Which weights draw a token depends on time; every group of answers is learned from once, in their order, and none too late."""
+    flags = f"--rollout-prompts {prompts} --rollout-staleness 2 --rollout-in-flight --save {tmp_path}/run {layout} --max-answer-tokens 15"
+    flags += " --rollout-log-gigabytes 1"
+    for options in ("", f"--load {tmp_path}/run"):
+        loaded = f"{flags} {options}"
+        for learned in of_training(ranks, loaded, world_size, drawing=world_size // 2, steps=3, save_after=3):
+            assert all(0 < step.grad_norm < 100 and step.metrics["rollout k3"] < 1 for step in learned)
+    groups = []
+    for file in sorted((tmp_path / "run" / "rollouts").iterdir()):
+        answers = [json.loads(line) for line in file.read_text().splitlines()]
+        iteration = int(file.stem.removeprefix("iteration-"))
+        assert all(iteration - 1 - answer["version"] <= 2 for answer in answers)
+        groups += sorted({answer["group"] for answer in answers})
+    assert groups == list(range(len(groups))) and len(groups) == 8 * 4, "six steps, and two that wait"
+
+
+def test_weights_change_between_two_tokens():
+    """Tokens before the change are those of the former weights; a prompt that comes later finds nothing of theirs in the cache."""
+    run = petatron.load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"])
+    options = EngineOptions(page_size=4, copied_weights=False)
+    sampling = SamplingParams(max_new_tokens=12, temperature=0.0, logprobs=0)
+    prompt = list(range(1, 14))
+    models = [petatron.build_model(run, petatron.launch(run)) for _ in range(2)]
+    scale_weights(models[1])
+    [[former]], [[later_on]] = (Engine(model, options=options).complete([prompt], sampling) for model in models)
+    engine = Engine(models[0], options=options)
+    steps = iter(range(100))
+
+    def change() -> None:
+        if next(steps) == 5:
+            scale_weights(models[0])
+            engine.forget_prefixes()
+
+    engine.between_steps = change
+    [[mixed]] = engine.complete([prompt], sampling)
+    assert mixed.ids[:5] == former.ids[:5] and mixed.ids != former.ids
+    [[fresh]] = engine.complete([prompt], sampling)
+    assert fresh.ids == later_on.ids and [x.logprob for x in fresh.logprobs] == [x.logprob for x in later_on.logprobs]
+
+
+def scale_weights(model: ParallelModel) -> None:
+    with torch.no_grad():
+        for parameter in model.module.parameters():
+            parameter.copy_(parameter.flip(0) * 3)
 
 
 def test_a_run_of_the_command_line_evaluates_stops_and_goes_on(prompts: Path, tmp_path: Path):
