@@ -22,6 +22,7 @@ from petatron.mesh.rank_layout import Layout
 from petatron.models.distillation import Distill
 from petatron.models.objective import build_objective
 from petatron.models.policy_gradient import PolicyGradient
+from petatron.parallel.parallel_model import ParallelModel
 from petatron.posttrain.answer_judge import AnswerJudge
 from petatron.posttrain.critic import Critic
 from petatron.posttrain.drawing_ranks.distant_drawing import DistantDrawing, DistantLoader, DistantSampler
@@ -37,6 +38,7 @@ from petatron.posttrain.prompt_evaluation import PromptEvaluator, prompt_groups
 from petatron.posttrain.prompts import PromptSet, read_prompt_files
 from petatron.posttrain.rewards.code_rewards import check_sandbox
 from petatron.posttrain.rewards.code_sandbox import SandboxLimits
+from petatron.posttrain.rewards.model_rewards import RewardModel
 from petatron.posttrain.rewards.reward_spec import RewardSpec, parse_rewards
 from petatron.posttrain.rewards.reward_sum import RewardSum
 from petatron.posttrain.rewards.rollout_rewards import RolloutRewards
@@ -135,7 +137,7 @@ class RolloutSource:
         run, settings, mesh = state.run, state.run.rollout, state.mesh
         if self._critic is not None:
             self._critic.start()
-        rewards = self._open_rewards(mesh)
+        rewards = self._open_rewards(run, mesh, state.model)
         log = RolloutLog(log_directory(run), gigabytes=settings.rollout_log_gigabytes)
         multiple = mesh.pp.size if state.model.plan.virtual > 1 else 1
         packing = RolloutPacking(run, mesh.dp, micro_batch_multiple=multiple)
@@ -186,7 +188,7 @@ class RolloutSource:
             mesh,
             self._prompts,
             sampler,
-            self._open_rewards(mesh),
+            self._open_rewards(run, mesh, model),
             self._state,
             log,
             judge=AnswerJudge(settings, model, None, packing),
@@ -221,7 +223,7 @@ class RolloutSource:
         stop_ids = tuple({*stop_ids, *(() if end_of_turn is None else (end_of_turn,))})
         return RolloutSampler(run, engine, self._tokenizer, stop_ids, self._open_environment(run, mesh))
 
-    def _open_rewards(self, mesh: ParallelMesh) -> RolloutRewards:
+    def _open_rewards(self, run: RunConfig, mesh: ParallelMesh, model: ParallelModel) -> RolloutRewards:
         settings = self.run.rollout
         reward_sum = RewardSum(
             self._rewards,
@@ -229,7 +231,13 @@ class RolloutSource:
             timeout_s=settings.reward_timeout_s,
             sandbox=self._sandbox,
         )
-        return RolloutRewards(mesh, reward_sum)
+        multiple = mesh.pp.size if model.plan.virtual > 1 else 1
+        models = [
+            (spec.weight, RewardModel(run, model, spec.folder, micro_batch_multiple=multiple))
+            for spec in self._rewards
+            if spec.folder
+        ]
+        return RolloutRewards(mesh, reward_sum, models)
 
     def _open_environment(self, run: RunConfig, mesh: ParallelMesh) -> EnvironmentTurns | None:
         if self._environment is None:

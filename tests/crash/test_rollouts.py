@@ -14,7 +14,7 @@ from petatron.config import LoadedConfig
 from petatron.posttrain.run_posttraining import run_posttraining
 from tests.crash.nursery import Nursery
 from tests.crash.training import Content, check_folder
-from tests.unit.posttrain.rollouts import load, write_prompts
+from tests.unit.posttrain.rollouts import load, write_environment, write_prompts
 
 ITERATIONS = 6
 
@@ -41,10 +41,12 @@ def answers(folder: Path) -> dict[str, str]:
         pytest.param("", 12, marks=pytest.mark.crash),
         pytest.param("--advantage gae --rollout-epochs 2", 12, marks=pytest.mark.crash),
         pytest.param("--rollout-staleness 1 --redraw-equal-rewards 1", 12, marks=pytest.mark.crash),
+        pytest.param("--environment {environment}:Early --max-turns 3", 8, marks=pytest.mark.crash),
     ],
 )
 def test_a_killed_run_learns_from_the_same_answers(nursery: Nursery, tmp_path: Path, flags: str, kills: int):
     prompts, random = write_prompts(tmp_path / "prompts.jsonl"), Random(5)
+    flags = flags.format(environment=write_environment(tmp_path / "early.py"))
     began = time.monotonic()
     nursery.run(run_quietly, loaded_run(prompts, tmp_path / "whole", flags)).lived()
     whole_s = time.monotonic() - began

@@ -40,8 +40,8 @@ class RolloutConfig:
     rollout_prompts: tuple[FilePath, ...] = ()
     """Files of prompts, a JSON object in each line, with `prompt` (a text or messages) and what rewards read, such as `answer`."""
     rewards: tuple[Annotated[str, _DRAWS], ...] = ()
-    """What answers are rewarded for: [WEIGHT*]NAME[:ARGUMENT], [WEIGHT*]FILE.py:FUNCTION or [WEIGHT*]http://HOST/PATH, several are
-    added up."""
+    """What answers are rewarded for: [WEIGHT*]NAME[:ARGUMENT], [WEIGHT*]model:FOLDER, [WEIGHT*]FILE.py:FUNCTION or
+    [WEIGHT*]http://HOST/PATH, several are added up."""
     environment: Annotated[str, _DRAWS] | None = None
     """What answers to answers, for several turns: FILE.py:CLASS, an object with `reset` and `step` for each episode; tools:FILE.py, whose
     functions the model may call; http://HOST/PATH, a server. Its rewards are added to those of `--rewards`, which are for the last

@@ -13,14 +13,14 @@ from petatron.posttrain.rewards.code_rewards import TESTS_KEY
 from petatron.posttrain.rewards.text_rewards import TEXT_REWARDS, TextReward
 
 _FLAG = "--rewards"
-CODE = "code"
+CODE, MODEL = "code", "model"
 REWARD_NAMES = sorted((*TEXT_REWARDS, CODE))
 
 
 @dataclass(frozen=True, slots=True)
 class RewardSpec:
     """A reward and its weight in the sum. Of a function: file and name; of a server: its address; of code: the key of
-    its tests; else the rule about texts.
+    its tests; of a model: its folder; else the rule about texts.
     """
 
     text: str
@@ -30,6 +30,7 @@ class RewardSpec:
     function: str = ""
     url: str = ""
     tests_key: str = ""
+    folder: str = ""
 
 
 def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
@@ -37,10 +38,10 @@ def parse_rewards(texts: Sequence[str]) -> list[RewardSpec]:
 
     >>> [spec.weight for spec in parse_rewards(["exact", "0.1*regex:[0-9]+"])]
     [1.0, 0.1]
-    >>> parse_rewards(["exakt"])
+    >>> parse_rewards(["exakt"])  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     petatron.base.errors.ConfigError: 1 problem in this configuration:
-      --rewards exakt is no reward. Did you mean exact? Known: code, contains, exact, json, math, regex; or give FILE.py:FUNCTION or http://HOST/PATH.
+      --rewards exakt is no reward. Did you mean exact? Known: code, contains, exact, json, math, regex; or give ...
     """
     specs: list[RewardSpec] = []
     problems: list[Problem] = []
@@ -76,11 +77,13 @@ def _parse(text: str) -> RewardSpec | Problem:
         return RewardSpec(text, weight, file=Path(name).resolve(), function=argument)
     if name == CODE:
         return RewardSpec(text, weight, tests_key=argument or TESTS_KEY)
+    if name == MODEL and argument:
+        return RewardSpec(text, weight, folder=argument)
     kind = TEXT_REWARDS.get(name)
     if kind is None:
         close = closest_matches(name, REWARD_NAMES, count=1)
         hint = f"Did you mean {close[0]}? " if close else ""
-        fix = f"{hint}Known: {', '.join(REWARD_NAMES)}; or give FILE.py:FUNCTION or http://HOST/PATH."
+        fix = f"{hint}Known: {', '.join(REWARD_NAMES)}; or give model:FOLDER, FILE.py:FUNCTION or http://HOST/PATH."
         return Problem(_FLAG, text, "is no reward", fix)
     try:
         return RewardSpec(text, weight, rule=kind(argument if colon else None))

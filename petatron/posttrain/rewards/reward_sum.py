@@ -41,7 +41,7 @@ class RewardSum:
     def __init__(
         self, specs: Sequence[RewardSpec], *, workers: int, timeout_s: float, sandbox: SandboxLimits | None = None
     ) -> None:
-        self._specs = specs
+        self._specs = [spec for spec in specs if not spec.folder]  # models are in the layout of the run
         self._pools: dict[str, RewardPool] = {}
         for spec in specs:
             if spec.file is not None:
