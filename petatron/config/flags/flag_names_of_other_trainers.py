@@ -186,7 +186,7 @@ _OWN_LOOP = "a loop of your own with `petatron.build_model` may have any loss (d
 ALTERNATIVES: Mapping[str, str] = {
     _ADAPTERS: f"Use --adapter lora, rslora, dora or ia3 instead; {_OWN_LOOP}",
     _PREFERENCES: "Use --objective dpo, orpo, simpo, kto or reward, with --objective-settings (docs/posttraining.md)",
-    REINFORCEMENT: "Use `petatron posttrain grpo` (or dapo, gspo, rloo) with --rollout-prompts and --rewards (docs/posttraining.md)",
+    REINFORCEMENT: "Use `petatron posttrain grpo` (or dapo, gspo, rloo, ppo) with --rollout-prompts and --rewards (docs/posttraining.md)",
     _QUANTIZED: "Use --adapter lora --adapter-base-format nf4 to train beside quantized weights; --bf16 --fp8-format hybrid computes in "
     "FP8, and --data-parallel-sharding-strategy optim_grads_params or --optimizer-cpu-offload saves memory",
     SAVED_FORMAT: "Leave it out: a run saves petatron, and `petatron checkpoint convert SOURCE TARGET --to megatron` (or huggingface) "

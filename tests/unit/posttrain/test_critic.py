@@ -64,6 +64,26 @@ def test_every_layout_has_the_same_critic(
     loaded = load(f"--rollout-prompts {prompts} {SEVERAL} {layout}", "ppo", world_size=world_size)
     for learned in ranks.run(learn, world_size, loaded):
         check_equal(learned, alone)
+        for ours, other in zip(learned, alone, strict=True):
+            for name in ("value loss", "value grad norm", "explained variance"):
+                assert ours.metrics[name] == pytest.approx(other.metrics[name], abs=1e-9, rel=1e-9)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("model", "layout", "world_size"),
+    [
+        ("--num-experts 4 --moe-router-topk 2", "--ep 2", 2),
+        ("--num-layers 4 --micro-batch-size 1", "--pp 2 --num-virtual-stages-per-pipeline-rank 2", 2),
+        ("--rollout-temperature 0.7", "--tp 2 --sequence-parallel", 2),
+        ("--rollout-temperature 0.7", "--cp 2", 2),
+    ],
+)
+def test_other_models_have_the_same_critic(ranks: RankPool, prompts: Path, model: str, layout: str, world_size: int):
+    flags = f"--rollout-prompts {prompts} {SEVERAL} {model}"
+    wanted = learn(load(flags, "ppo"))
+    for learned in ranks.run(learn, world_size, load(f"{flags} {layout}", "ppo", world_size=world_size)):
+        check_equal(learned, wanted)
 
 
 @pytest.mark.parametrize("precision", ["", "--no-fp64 --bf16"])

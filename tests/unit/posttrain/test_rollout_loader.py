@@ -187,6 +187,10 @@ REFUSED = {
     "--rollouts-per-prompt 1": "leaves --advantage group nothing to measure a reward against. Use 2 or more",
     "--advantage gae --redraw-equal-rewards 1": "and a critic learns from those too",
     "--objective-settings kl_in_reward=-1": "kl_in_reward=-1.0 is below 0",
+    "--objective-settings entropy_weight=-1": "entropy_weight=-1.0 is below 0",
+    "--objective-settings mask_tokens_above=0.5": "mask_tokens_above=0.5 is not above 1",
+    "--objective-settings mask_answers_above=1": "mask_answers_above=1.0 is not above 1",
+    "--advantage gae --model-type t5": "trains a critic, and --model-type t5 has no head for values",
     "--rollout-chat": "needs a chat template, and the tokenizer has none",
     "--rampup-batch-size 8 8 64": "changes how many answers a step has",
 }
