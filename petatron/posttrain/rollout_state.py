@@ -1,7 +1,7 @@
 """`RolloutState`: what a checkpoint has of rollouts, so that a run resumes with the answers it would have trained on.
 
-That is how many prompts were used, and the answers that were drawn and not trained on yet. With --updates-per-rollout 1 and without
-staleness there are none: the next ones are drawn by the weights that are saved.
+That is how many prompts were used, and the answers that were drawn and not trained on yet, once each, also where several steps learn from
+them. With --updates-per-rollout 1 and without staleness there are none: the next ones are drawn by the weights that are saved.
 """
 
 from __future__ import annotations
@@ -26,15 +26,21 @@ class RolloutState(Stateful):
     def values(self) -> dict[str, object]:
         if self.before_save is not None:
             self.before_save()
-        waiting = [[rollout.to_json() for rollout in of_step] for of_step in self.waiting]
-        return {"groups": self.groups, "waiting": waiting}
+        answers = {id(rollout): rollout for of_step in self.waiting for rollout in of_step}
+        places = {key: place for place, key in enumerate(answers)}
+        return {
+            "groups": self.groups,
+            "answers": [rollout.to_json() for rollout in answers.values()],
+            "waiting": [[places[id(rollout)] for rollout in of_step] for of_step in self.waiting],
+        }
 
     def restore(self, saved: SavedState) -> None:
         values = saved.values
         if not isinstance(values, dict) or not isinstance(values.get("groups"), int):
             raise ValueError("the state of its rollouts is damaged")
         self.groups = values["groups"]
-        self.waiting = [[Rollout.from_json(rollout) for rollout in of_step] for of_step in values["waiting"]]
+        answers = [Rollout.from_json(rollout) for rollout in values["answers"]]
+        self.waiting = [[answers[place] for place in of_step] for of_step in values["waiting"]]
 
     def take(self) -> list[Rollout]:
         """Returns the answers of the next step, which wait no longer."""
