@@ -78,10 +78,17 @@ def with_settings_from_data(argv: list[str], *, starts_run: bool = False, world_
     loaded, problems = resolve_config(
         argv, require_training=False, world_size=world_size, read_checkpoint=read_checkpoint
     )
-    train = loaded.config.train
-    if problems or train.train_epochs is None or train.train_iters is not None or train.train_samples is not None:
+    if problems or loaded.config.train.train_epochs is None:
         return argv  # what is wrong is told when the run is checked
-    from petatron.train.settings_from_data import PROMPTS_FILE, free_save_folder, settings_from_data
+    from petatron.train.settings_from_data import (
+        PROMPTS_FILE,
+        free_save_folder,
+        needs_data_settings,
+        settings_from_data,
+    )
+
+    if not needs_data_settings(loaded.config):
+        return argv
 
     derived = settings_from_data(without_problems(loaded, problems))
     settings, save = derived.settings, loaded.config.checkpoint.save
@@ -99,7 +106,7 @@ def with_settings_from_data(argv: list[str], *, starts_run: bool = False, world_
     else:
         settings = [setting for setting in settings if setting.path != "log.sample_interval"]
     texts = [*(str(setting) for setting in settings), *texts]
-    flags += [f"{setting.flag}={str(setting.value).lower()}" for setting in settings]
+    flags += [setting.word for setting in settings]
     if texts:
         print("derived from the data:", *texts, sep="\n  ")
     return [*argv, *flags]

@@ -21,7 +21,7 @@ from petatron.config.derived_defaults import derive_defaults
 from petatron.config.flags.megatron_flags import MEGATRON_DEFAULTS, NO_POSITION_EMBEDDING
 from petatron.config.flags.megatron_semantics import dependent_defaults
 from petatron.config.flags.parse_command_line import FROM_FLAG, ParsedFlags, parse_flags
-from petatron.config.flags.sft_flag import SFT_FLAG, SFT_ORIGIN, sft_defaults
+from petatron.config.flags.sft_flag import SFT_FLAG, SFT_ORIGIN, is_sft_default, sft_defaults
 from petatron.config.hybrid_pattern_stage_bars import drop_bars_of_one_rank
 from petatron.config.import_user_modules import (
     IMPORTS_PATH,
@@ -189,7 +189,7 @@ def _merge_sources(
         _apply(values, origins, megatron_defaults())
     of_documents = [setting for document in documents for setting in document.settings]
     if flags.sft_files is not None:
-        _apply(values, origins, sft_defaults([setting.path for setting in (*of_documents, *flags.settings)]))
+        _apply(values, origins, sft_defaults([*of_documents, *flags.settings]))
     _apply(values, origins, of_documents)
     typed, unread = {setting.path: setting for setting in flags.settings}, list[Problem]()
     if flags.toy and flags.from_folder is not None:
@@ -247,7 +247,11 @@ def _default_notice(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) ->
 def _sft_notice(config: RawRunConfig, origins: Mapping[str, ValueOrigin]) -> list[str]:
     """Names the defaults of supervised fine-tuning that this run uses."""
     values = flatten_config(config)
-    used = [f"{info.flag} {values[info.path]}" for info in all_fields() if origins[info.path] == SFT_ORIGIN]
+    used = [
+        f"{info.flag} {values[info.path]}{origins[info.path].detail.removeprefix(SFT_ORIGIN.detail)}"
+        for info in all_fields()
+        if is_sft_default(origins[info.path])
+    ]
     return [f"defaults of {SFT_FLAG}: {', '.join(used)}"] if used else []
 
 

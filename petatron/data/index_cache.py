@@ -17,12 +17,13 @@ Entries that are built quickly are not recorded, except by `petatron data build-
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import os
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
@@ -31,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from petatron.base.log import get_logger
-from petatron.base.safe_files import open_atomic, private_folder, write_atomic
+from petatron.base.safe_files import open_atomic, private_folder, reopen_file, write_atomic
 from petatron.base.untrusted_files import open_regular_file, read_limited_bytes
 
 FORMAT_VERSION = 1
@@ -89,34 +90,75 @@ def load_or_build(
 ) -> Arrays:
     """Returns arrays `names` for `key`: memory-mapped from the folder if they exist, else built and stored there.
 
-    is_slow: small ones take long to build too, and are not built at every start to be compared.
+    is_slow: small ones take long to build too, and are not built at every start to be compared. Of several ranks one builds, while the
+    others wait for it.
     """
     if folder is None:
         return build()
     log = IndexLog() if log is None else log
     stem = fingerprint(key)
     paths = {name: Path(folder) / f"{stem}-{name}.npy" for name in names}
+    arguments = Path(folder), key, paths, build, log
+    if not is_slow:
+        return _load_trusted(paths, stem, log) or _build_and_keep(*arguments, any_size=log.records_all)
+    with _one_at_a_time(paths):
+        return _load_trusted(paths, stem, log) or _build_and_keep(*arguments, any_size=True)
+
+
+def _load_trusted(paths: Mapping[str, Path], stem: str, log: IndexLog) -> Arrays | None:
+    """Returns an entry that this user has built."""
     mapped, identities = _map_existing(paths)
-    if mapped is not None and _read_trust_record(paths) == identities:
-        if stem not in log.built | log.compared:  # by this start itself, a moment ago
-            log.reused.add(stem)
-        return mapped
+    if mapped is None or _read_trust_record(paths) != identities:
+        return None
+    if stem not in log.built | log.compared:  # by this start itself, a moment ago
+        log.reused.add(stem)
+    return mapped
+
+
+@contextlib.contextmanager
+def _one_at_a_time(paths: Mapping[str, Path]) -> Iterator[None]:
+    """Waits until no other process of this user builds an entry; where that cannot be known, several build it, as it was."""
+    descriptor = None
+    with contextlib.suppress(OSError):
+        record = _trust_record_path(paths)
+        if record is not None:
+            descriptor = reopen_file(record.with_suffix(".lock"))
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            os.close(descriptor)  # which ends the lock
+
+
+def _build_and_keep(
+    folder: Path,
+    key: Mapping[str, object],
+    paths: Mapping[str, Path],
+    build: Callable[[], Arrays],
+    log: IndexLog,
+    *,
+    any_size: bool,
+) -> Arrays:
+    """Builds an entry, and compares it with the one that is there, or stores it."""
+    stem = fingerprint(key)
+    mapped, identities = _map_existing(paths)
     arrays = build()
     if mapped is not None:
-        different = [name for name in names if not _arrays_equal(mapped[name], arrays[name])]
+        different = [name for name in paths if not _arrays_equal(mapped[name], arrays[name])]
         if not different:
             log.compared.add(stem)
             newest = max(time_ns for identity in identities for time_ns in identity[-2:])
             if time.time_ns() - newest > _MIN_FILE_AGE_NS and _file_identities(paths) == identities:
-                _write_trust_record(paths, identities, any_size=log.records_all or is_slow)
+                _write_trust_record(paths, identities, any_size=any_size)
             return mapped
         _warn_mismatch(paths, " and ".join(different) + (" differ" if len(different) > 1 else " differs"))
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         kept = {name: _save_and_map(path, arrays[name]) for name, path in paths.items()}
         # For people who wonder what a file is; never read by us.
-        write_atomic(Path(folder) / f"{stem}.json", _description(key) + "\n")
-        _write_trust_record(paths, _file_identities(paths), any_size=log.records_all or is_slow)
+        write_atomic(folder / f"{stem}.json", _description(key) + "\n")
+        _write_trust_record(paths, _file_identities(paths), any_size=any_size)
         log.built.add(stem)
     except OSError as error:
         get_logger(__name__).warning(

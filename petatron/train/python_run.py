@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -19,6 +20,7 @@ from typing import Literal
 from petatron.base.errors import ConfigError, DataError, Problem
 from petatron.config import LoadedConfig, RunConfig
 from petatron.config.import_user_modules import IMPORT_FLAG
+from petatron.config.read_config_sources import ConfigSources
 from petatron.infer.generate import generate
 from petatron.mesh.launch.environment import imports_from_env, read_environment
 from petatron.pretrained.open_tokenizer import open_tokenizer
@@ -30,16 +32,17 @@ from petatron.train.evaluate_loss import EvaluatedLosses, InterruptedEvaluation,
 from petatron.train.report.log_records import MetricRecord, MetricWriter
 from petatron.train.report.memory_capacity_and_oom import report_out_of_memory
 from petatron.train.run_training import close_writers, log_directory, open_writers
+from petatron.train.settings_from_data import needs_data_settings, settings_from_data
 from petatron.train.state.check_run_dirs import lock_save_dir
 from petatron.train.state.train_state import TrainState
 from petatron.train.training_loop import TrainLoop
-from petatron.validate import load_config
+from petatron.validate import load_config, resolve_config, without_problems
 
 
 def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: int | None = None) -> Run:
     """Returns a validated run of a preset, or of a run's config.yaml, and flags; nothing is built yet.
 
-    It is for the ranks that the launcher started.
+    It is for the ranks that the launcher started. What `--sft` and `--train-epochs` leave open is derived from the data.
 
     >>> load("tiny-llama", ["--mock-data", "--lr", "1e-3", "--train-iters", "2"]).config.model.hidden_size
     128
@@ -47,13 +50,19 @@ def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: in
     world_size = world_size if world_size is not None else read_environment().world_size
     is_file = preset is not None and preset.endswith((".yaml", ".yml"))
     source = ["--config", preset] if preset is not None and is_file else []
-    loaded = load_config(
-        [*source, *flags, *(f"{IMPORT_FLAG}={name}" for name in imports_from_env())],
-        preset=None if is_file else preset,
-        world_size=world_size,
-        read_checkpoint=read_checkpoint_args,
+    words = [*source, *flags, *(f"{IMPORT_FLAG}={name}" for name in imports_from_env())]
+    sources = ConfigSources(
+        preset=None if is_file else preset, world_size=world_size, read_checkpoint=read_checkpoint_args
     )
-    return Run(loaded)
+    planned, problems = resolve_config(words, require_training=False, **sources)
+    if problems or not needs_data_settings(planned.config):
+        return Run(load_config(words, **sources))
+    derived = settings_from_data(without_problems(planned, problems)).settings
+    derived = [setting for setting in derived if setting.path != "log.sample_interval"]
+    loaded = load_config([*words, *(setting.word for setting in derived)], **sources)
+    return Run(
+        replace(loaded, notices=(*loaded.notices, *(f"derived from the data: {setting}" for setting in derived)))
+    )
 
 
 class Run:

@@ -15,6 +15,7 @@ from petatron.base.format_text import count_with_noun
 from petatron.config import LoadedConfig, RunConfig
 from petatron.config.schema.fields import FieldValue, fields_by_path, replace_fields
 from petatron.config.schema.objective_and_dataset_names import CHAT_DATASETS
+from petatron.config.schema.run import RawRunConfig
 from petatron.data.build_datasets import SplitUnits, chosen_kind_name, open_split_units
 from petatron.data.conversations.conversations_kind import ConversationSource
 from petatron.data.conversations.preferences_kind import PairSource
@@ -43,6 +44,11 @@ class DerivedSetting:
     def flag(self) -> str:
         return fields_by_path()[self.path].flag
 
+    @property
+    def word(self) -> str:
+        """The flag with its value, as it is typed."""
+        return f"{self.flag}={str(self.value).lower()}"
+
     def __str__(self) -> str:
         return f"{self.flag} {self.value}: {self.why}"
 
@@ -53,6 +59,12 @@ class SettingsFromData:
 
     settings: list[DerivedSetting]
     prompts: list[str]
+
+
+def needs_data_settings(config: RawRunConfig) -> bool:
+    """Whether the length of a run is given in epochs, so that it follows from the data."""
+    train = config.train
+    return train.train_epochs is not None and train.train_iters is None and train.train_samples is None
 
 
 def settings_from_data(loaded: LoadedConfig) -> SettingsFromData:

@@ -1,7 +1,8 @@
-"""The example notebook runs: its cells as one script with the guides, and in a real kernel in the long form."""
+"""The example notebooks run: their cells as one script with the guides, and in a real kernel in the long form."""
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
@@ -11,31 +12,55 @@ import pytest
 
 from tests.load_deadline import scaled
 
-NOTEBOOK = Path(__file__).parents[2] / "examples/notebooks/first_model.ipynb"
+FOLDER = Path(__file__).parents[2] / "examples/notebooks"
+NOTEBOOK, POSTTRAINING = FOLDER / "first_model.ipynb", FOLDER / "posttraining.ipynb"
 
 
-def test_the_notebook_is_stored_without_output():
-    cells = json.loads(NOTEBOOK.read_text())["cells"]
+@pytest.mark.parametrize("notebook", [NOTEBOOK, POSTTRAINING], ids=lambda path: path.stem)
+def test_a_notebook_is_stored_without_output(notebook: Path):
+    cells = json.loads(notebook.read_text())["cells"]
     assert len(cells) > 5
     assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in cells)
 
 
-@pytest.mark.docs
-def test_cells_run_in_order(tmp_path: Path):
+def run_cells(notebook: Path, folder: Path, *, timeout_s: float) -> str:
+    """Runs the cells as one script, as they follow one another; returns what they print."""
     pytest.importorskip("matplotlib")
-    cells = [cell for cell in json.loads(NOTEBOOK.read_text())["cells"] if cell["cell_type"] == "code"]
-    script = tmp_path / "cells.py"
+    cells = [cell for cell in json.loads(notebook.read_text())["cells"] if cell["cell_type"] == "code"]
+    script = folder / "cells.py"
     script.write_text("\n\n".join("".join(cell["source"]) for cell in cells))
-    command = [sys.executable, str(script)]
     environment = {
-        "PYTHONPATH": str(NOTEBOOK.parents[2]),
+        "PYTHONPATH": str(FOLDER.parents[1]),
         "MPLBACKEND": "agg",
         "OMP_NUM_THREADS": "1",
-        "HOME": str(tmp_path),
+        "HOME": str(folder),
     }
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=scaled(200))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=scaled(timeout_s),
+    )
     assert done.returncode == 0, done.stderr
-    lines = done.stdout.splitlines()
+    return done.stdout
+
+
+@pytest.mark.docs
+@pytest.mark.timeout(1200)
+def test_a_model_learns_the_task_in_every_way(tmp_path: Path):
+    lines = run_cells(POSTTRAINING, tmp_path, timeout_s=1000).splitlines()
+    scores = ast.literal_eval(lines[-1])
+    assert list(scores) == ["texts", "SFT", "LoRA", "DPO", "GRPO"]
+    assert scores.pop("texts") < 0.2 and min(scores.values()) > 0.7, scores
+    assert (tmp_path / "posttraining-run/lora-adapter/adapter_config.json").is_file()
+
+
+@pytest.mark.docs
+def test_cells_run_in_order(tmp_path: Path):
+    output = run_cells(NOTEBOOK, tmp_path, timeout_s=200)
+    lines = output.splitlines()
     losses = [float(line.split("loss ")[1].split()[0]) for line in lines if " loss " in line]
     validations = [float(line.split()[1]) for line in lines if line.startswith("validation")]
     assert len(losses) >= 6 and losses[-1] < 0.8 * losses[0] and validations[1] < validations[0]

@@ -6,7 +6,7 @@ Megatron, it says what the files of `--data-path` are. Its defaults give way to 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from petatron.config.flags.parsed_flags import ParsedFlags
 from petatron.config.schema.fields import FieldValue, fields_by_name
@@ -24,6 +24,8 @@ _DEFAULTS: Mapping[str, FieldValue] = {
     "split": "95,5,0",
     "train_epochs": 1.0,
 }
+_ADAPTER_LR: Mapping[str, float] = {"lora": 2e-4, "rslora": 1e-4, "dora": 2e-4, "ia3": 3e-3}
+"""Adapters are few and begin as nothing: B is zero, scales are one. rsLoRA's factor is the root of the rank times as large as LoRA's."""
 _OTHER_WARM_UPS = ("lr_warmup_iters", "lr_warmup_samples")
 SFT_ORIGIN = ValueOrigin("default", f"of {SFT_FLAG}")
 
@@ -40,12 +42,26 @@ def apply_sft_flag(parsed: ParsedFlags, files: Sequence[str]) -> None:
         parsed.add_setting(fields_by_name()[name], tuple(files), SFT_FLAG)
 
 
-def sft_defaults(typed: Collection[str]) -> list[Setting]:
-    """Returns the defaults of supervised fine-tuning; `typed` are the paths of other settings that are given."""
-    names = {path.partition(".")[2] for path in typed}
-    left_out = {"lr_warmup_fraction"} if names & set(_OTHER_WARM_UPS) else set()
-    return [
+def sft_defaults(typed: Sequence[Setting]) -> list[Setting]:
+    """Returns the defaults of supervised fine-tuning; `typed` are the other settings that are given, of which the last counts."""
+    given = {setting.path.partition(".")[2]: setting.value for setting in typed}
+    left_out = {"lr_warmup_fraction"} if given.keys() & set(_OTHER_WARM_UPS) else set()
+    defaults = [
         Setting(fields_by_name()[name].path, value, SFT_ORIGIN)
         for name, value in _DEFAULTS.items()
         if name not in left_out
     ]
+    adapter = str(given.get("adapter"))
+    if adapter in _ADAPTER_LR:
+        origin = ValueOrigin("default", f"of {SFT_FLAG} with --adapter {adapter}")
+        defaults.append(Setting(fields_by_name()["lr"].path, _ADAPTER_LR[adapter], origin))
+    return defaults
+
+
+def is_sft_default(origin: ValueOrigin) -> bool:
+    """Whether a value is a default of supervised fine-tuning.
+
+    >>> is_sft_default(SFT_ORIGIN), is_sft_default(ValueOrigin("default"))
+    (True, False)
+    """
+    return origin.kind == SFT_ORIGIN.kind and origin.detail.startswith(SFT_ORIGIN.detail)

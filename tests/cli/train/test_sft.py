@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import petatron
+from petatron.base.errors import ConfigError
 from petatron.cli.main import main
 from petatron.cli.train import with_preset
 from petatron.config import RunConfig
@@ -135,12 +137,31 @@ def test_prompt_formats_of_megatron(tmp_path: Path):
         assert config.data.chat_template == template and kind_of(config).train_on == "all", "as Megatron masks nothing"
 
 
+def test_a_run_in_python_derives_the_same(base: Path, chats: Path):
+    run = petatron.load(flags=["--from", str(base), "--sft", "chats.jsonl", "--train-epochs", "2", "--device", "cpu"])
+    assert run.config.model.seq_length == 96 and run.config.train.full_validation
+    assert any(f"--train-iters {run.config.train.train_iters}: 2 epochs of" in notice for notice in run.notices)
+    losses = [metrics["lm_loss"] for metrics in run.train(steps=1)]
+    assert losses or run.config.log.log_interval > 1
+    with pytest.raises(ConfigError, match="--micro-batch-size"):
+        petatron.load(flags=["--from", str(base), "--sft", "chats.jsonl", "--micro-batch-size", "0"])
+
+
 def test_files_of_the_flag_are_the_training_data():
     config = config_of("--vocab-size", "64", "--sft", "0.3", "a.jsonl", "0.7", "b.jsonl", "--lr-warmup-iters", "1")
     assert config.data.data_path == ("0.3", "a.jsonl", "0.7", "b.jsonl") and config.data.split == "95,5,0"
     assert config.optim.lr == 1e-5 and config.schedule.lr_warmup_fraction is None
     config = config_of("--vocab-size", "64", "--sft=a.jsonl", "--valid-data-path", "b.jsonl", "--lr", "1")
     assert config.data.train_data_path == ("a.jsonl",) and not config.data.data_path and config.optim.lr == 1
+
+
+@pytest.mark.parametrize(("adapter", "lr"), [("lora", 2e-4), ("rslora", 1e-4), ("dora", 2e-4), ("ia3", 3e-3)])
+def test_adapters_have_a_learning_rate_of_their_own(adapter: str, lr: float):
+    flags = ["--vocab-size", "64", "--sft", "a.jsonl", "--adapter", adapter]
+    loaded = load_config(flags, preset="tiny-llama", require_training=False)
+    assert loaded.config.optim.lr == lr
+    assert any(f"--lr {lr} with --adapter {adapter}" in notice for notice in loaded.notices)
+    assert config_of(*flags, "--lr", "1e-3").optim.lr == 1e-3
 
 
 def test_a_first_word_may_be_a_model(tmp_path: Path):
