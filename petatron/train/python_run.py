@@ -50,16 +50,16 @@ def load(preset: str | None = None, flags: Sequence[str] = (), *, world_size: in
     world_size = world_size if world_size is not None else read_environment().world_size
     is_file = preset is not None and preset.endswith((".yaml", ".yml"))
     source = ["--config", preset] if preset is not None and is_file else []
-    words = [*source, *flags, *(f"{IMPORT_FLAG}={name}" for name in imports_from_env())]
+    arguments = [*source, *flags, *(f"{IMPORT_FLAG}={name}" for name in imports_from_env())]
     sources = ConfigSources(
         preset=None if is_file else preset, world_size=world_size, read_checkpoint=read_checkpoint_args
     )
-    planned, problems = resolve_config(words, require_training=False, **sources)
+    planned, problems = resolve_config(arguments, require_training=False, **sources)
     if problems or not needs_data_settings(planned.config):
-        return Run(load_config(words, **sources))
+        return Run(load_config(arguments, **sources))
     derived = settings_from_data(without_problems(planned, problems)).settings
     derived = [setting for setting in derived if setting.path != "log.sample_interval"]
-    loaded = load_config([*words, *(setting.word for setting in derived)], **sources)
+    loaded = load_config([*arguments, *(setting.word for setting in derived)], **sources)
     return Run(
         replace(loaded, notices=(*loaded.notices, *(f"derived from the data: {setting}" for setting in derived)))
     )
