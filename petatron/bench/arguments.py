@@ -78,6 +78,17 @@ COUNTS: Mapping[str, Sequence[Count]] = {
         Count("--repeat", 4, 1, "rounds, made even"),
         Count("--first-tokens", 100, 1, "requests for each time to first token"),
     ),
+    "posttrain": (
+        Count("--steps", 12, 2, "steps of each run"),
+        Count("--first-steps", 4, 1, "of them that are not counted"),
+        Count("--repeat", 1, 1, "runs of each side"),
+        Count("--rank", 16, 1, "of LoRA"),
+        Count("--prompts", 64, 1, "of a step of GRPO"),
+        Count("--answers", 8, 2, "to each prompt"),
+        Count("--prompt-tokens", 64, 16, "about, of a prompt"),
+        Count("--answer-tokens", 512, 1, "of an answer"),
+        Count("--peer-rows", 32, 1, "answers that the peer trains on at a time"),
+    ),
     "scale": (
         Count("--tp", 8, 1, "tensor parallel at most"),
         Count("--pp", 16, 1, "pipeline parallel at most"),
@@ -231,6 +242,17 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--api-key-file", type=Path, metavar="FILE", help="with --url: the key, in its first line")
 
 
+def _add_posttrain(parser: argparse.ArgumentParser) -> None:
+    parser.epilog = _RUN_EPILOG.format("run", "--micro-batch-size, ", "")
+    parser.add_argument("kind", choices=("sft", "lora", "grpo"), help="what is measured")
+    parser.add_argument("--against", choices=("trl",), help="TRL's trainer, with transformers and PEFT")
+    parser.add_argument("--peer-recompute", action="store_true", help="with its gradient checkpointing")
+    packing = "how it packs texts: from one long text, or each by itself (default: wrapped)"
+    parser.add_argument("--peer-packing", choices=("wrapped", "bfd"), default="wrapped", help=packing)
+    batching = "it draws with transformers' continuous batching"
+    parser.add_argument("--peer-continuous-batching", action="store_true", help=batching)
+
+
 def _add_scale(parser: argparse.ArgumentParser) -> None:
     sizes = f"numbers of ranks (default: {_WORLD_SIZES})"
     parser.add_argument("--sizes", default=_WORLD_SIZES, metavar="N,...", help=sizes)
@@ -249,7 +271,8 @@ _ADD_OTHERS: Mapping[str, Callable[[argparse.ArgumentParser], None]] = {
     "generate": _add_generate,
     "stream": _add_stream,
     "serve": _add_serve,
+    "posttrain": _add_posttrain,
     "scale": _add_scale,
 }
-TAKES_RUN_FLAGS = frozenset(("train", "generate", "stream", "serve"))
+TAKES_RUN_FLAGS = frozenset(("train", "generate", "stream", "serve", "posttrain"))
 """Benches that also get the flags which their parser does not know: those of a training run."""

@@ -35,6 +35,7 @@ BENCHES: Mapping[str, str] = {
     "generate": "continuing text, against transformers",
     "stream": "many requests of all lengths at once, against transformers",
     "serve": "tokens over HTTP against the engine alone, and the time to the first token",
+    "posttrain": "SFT, LoRA or GRPO as a whole: speed, memory and the parts of a step, against TRL",
     "scale": "what a start and a save cost on one of thousands of simulated ranks",
 }
 """What each module of `petatron/bench/` measures."""
