@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -40,7 +39,7 @@ from petatron.models.hf import to_hf_config
 from petatron.models.registry import model_spec
 
 _log = get_logger(__name__)
-_WORDS, _VOCAB = 6000, 2048
+_DISTINCT, _VOCAB_SIZE = 6000, 2048
 _TEXTS, _PROMPTS = 4000, 2000
 _LEARNING_RATE = 1e-5
 _PHASE_SUFFIX = " s"
@@ -102,13 +101,13 @@ def _problems(args: argparse.Namespace, spec: BenchSpec) -> Iterator[Problem]:
 def write_model_and_data(args: argparse.Namespace, spec: BenchSpec, folder: Path) -> None:
     """Writes config.json, a tokenizer and texts of invented words."""
     rng = random.Random(0)
-    letters = "aeioubcdfglmnprst"
-    words = ["".join(rng.choices(letters, k=rng.randint(2, 9))) for _ in range(_WORDS)]
+    characters = "aeioubcdfglmnprst"
+    vocabulary = ["".join(rng.choices(characters, k=rng.randint(2, 9))) for _ in range(_DISTINCT)]
 
     def text(count: int) -> str:
-        return " ".join(rng.choices(words, k=max(1, count // 2)))  # two tokens a word, about
+        return " ".join(rng.choices(vocabulary, k=max(1, count // 2)))  # two tokens a word, about
 
-    train_tokenizer((text(2000) for _ in range(100)), TokenizerTraining(vocab_size=_VOCAB), folder)
+    train_tokenizer((text(2000) for _ in range(100)), TokenizerTraining(vocab_size=_VOCAB_SIZE), folder)
     config = {**to_hf_config(model_spec(spec.run)), "bos_token_id": None, "eos_token_id": 0, "pad_token_id": None}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "reward.py").write_text(REWARD, encoding="utf-8")
@@ -213,8 +212,7 @@ def _run_trl(args: argparse.Namespace, spec: BenchSpec, folder: Path) -> Measure
 
 
 def _run(command: Sequence[str]) -> None:
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         raise TrainError(f"{' '.join(command[1:4])} failed:\n{(done.stderr or done.stdout)[-3000:].strip()}")
 
