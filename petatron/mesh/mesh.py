@@ -222,7 +222,7 @@ class ParallelMesh:
         group = new_group(name, world.ranks, backend="gloo", timeout=_CONTROL_TIMEOUT)
         name = self._label + name
         self.record.register_axis(name, world.ranks, timeout_s=_CONTROL_TIMEOUT.total_seconds())
-        return Axis(name, world.size, world.rank, world.ranks, lambda *_: group, self.record)
+        return Axis(name, world.size, world.rank, world.ranks, lambda *_: group, self.record, name)
 
     def single_rank_group(self) -> dist.ProcessGroup:
         """Returns a group of this rank alone, for libraries that need one."""

@@ -16,6 +16,7 @@ from petatron.data.conversations.end_of_turn import end_of_turn_id
 from petatron.data.prompt.prompt_encoder import PromptEncoder
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.stop_ids import find_stop_ids
+from petatron.mesh import collectives
 from petatron.mesh.launch.environment import read_environment
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
@@ -270,5 +271,6 @@ class RolloutSource:
 def open_everyone(mesh: ParallelMesh, run: RunConfig) -> ParallelMesh:
     """Returns the mesh of the ranks that train and those that draw; each of them calls it."""
     everyone = mesh.of_all_ranks(run.parallel.world_size + run.rollout.rollout_ranks, label="everyone")
+    collectives.barrier(everyone.control)  # others may still load their weights, for longer than a device waits
     everyone.create_groups(["world"])
     return everyone

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from random import Random
@@ -14,7 +18,7 @@ from petatron.config import LoadedConfig
 from petatron.posttrain.run_posttraining import run_posttraining
 from tests.crash.nursery import Nursery
 from tests.crash.training import Content, check_folder
-from tests.unit.posttrain.rollouts import load, write_environment, write_prompts
+from tests.unit.posttrain.rollouts import REWARD, TINY, load, write_environment, write_prompts
 
 ITERATIONS = 6
 
@@ -62,3 +66,38 @@ def test_a_killed_run_learns_from_the_same_answers(nursery: Nursery, tmp_path: P
             break
         killed += 1
     assert newest == ITERATIONS and answers(folder) == drawn
+
+
+@pytest.mark.crash
+@pytest.mark.parametrize("seed", [1, 2])
+def test_ranks_that_draw_are_killed_with_those_that_train(tmp_path: Path, seed: int):
+    """All of them at once, as where a machine fails: the run has the same answers and weights at its end."""
+    prompts, random = write_prompts(tmp_path / "prompts.jsonl"), Random(seed)
+
+    def start(folder: Path) -> subprocess.Popen[str]:
+        flags = (
+            f"{TINY} --rewards {REWARD} --rollout-prompts {prompts} --save {folder} --load {folder} --save-interval 1 --log-interval 1 "
+            f"--rollout-log-gigabytes 1 --lr-decay-style constant --live off --device cpu --train-iters {ITERATIONS} --rollout-ranks 1 "
+            "--rollout-staleness 1"
+        )
+        command = [sys.executable, "-m", "petatron", "posttrain", "grpo", *flags.split()]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        return subprocess.Popen(command, start_new_session=True, **pipes)
+
+    def finish(process: subprocess.Popen[str]) -> None:
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == 0, output
+
+    finish(start(tmp_path / "whole"))
+    for _ in range(4):
+        process = start(tmp_path / "killed")
+        seen = len(answers(tmp_path / "killed"))
+        while process.poll() is None and len(answers(tmp_path / "killed")) < min(seen + 2, ITERATIONS):
+            time.sleep(0.005)
+        time.sleep(random.uniform(0, 0.2))
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    finish(start(tmp_path / "killed"))
+    assert answers(tmp_path / "killed") == answers(tmp_path / "whole")
+    check_folder(tmp_path / "killed", Content.of(tmp_path / "whole"))
