@@ -6,7 +6,8 @@ them. With --updates-per-rollout 1 and without staleness there are none: the nex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from petatron.checkpoint.stateful_components import SavedState, Stateful
 from petatron.posttrain.rollout import Rollout
@@ -26,21 +27,15 @@ class RolloutState(Stateful):
     def values(self) -> dict[str, object]:
         if self.before_save is not None:
             self.before_save()
-        answers = {id(rollout): rollout for of_step in self.waiting for rollout in of_step}
-        places = {key: place for place, key in enumerate(answers)}
-        return {
-            "groups": self.groups,
-            "answers": [rollout.to_json() for rollout in answers.values()],
-            "waiting": [[places[id(rollout)] for rollout in of_step] for of_step in self.waiting],
-        }
+        answers, places = steps_to_json(self.waiting)
+        return {"groups": self.groups, "answers": answers, "waiting": places}
 
     def restore(self, saved: SavedState) -> None:
         values = saved.values
         if not isinstance(values, dict) or not isinstance(values.get("groups"), int):
             raise ValueError("the state of its rollouts is damaged")
         self.groups = values["groups"]
-        answers = [Rollout.from_json(rollout) for rollout in values["answers"]]
-        self.waiting = [[answers[place] for place in of_step] for of_step in values["waiting"]]
+        self.waiting = steps_from_json(values["answers"], values["waiting"])
 
     def take(self) -> list[Rollout]:
         """Returns the answers of the next step, which wait no longer."""
@@ -48,3 +43,17 @@ class RolloutState(Stateful):
 
     def put(self, steps: Sequence[list[Rollout]]) -> None:
         self.waiting += steps
+
+
+def steps_to_json(steps: Sequence[Sequence[Rollout]]) -> tuple[list[dict[str, Any]], list[list[int]]]:
+    """Returns the answers of steps, once each, and the places among them of those of each step."""
+    answers = {id(rollout): rollout for of_step in steps for rollout in of_step}
+    places = {key: place for place, key in enumerate(answers)}
+    values = [rollout.to_json() for rollout in answers.values()]
+    return values, [[places[id(rollout)] for rollout in of_step] for of_step in steps]
+
+
+def steps_from_json(answers: Sequence[Mapping[str, Any]], steps: Sequence[Sequence[int]]) -> list[list[Rollout]]:
+    """Returns the answers of each step."""
+    rollouts = [Rollout.from_json(answer) for answer in answers]
+    return [[rollouts[place] for place in of_step] for of_step in steps]

@@ -159,12 +159,12 @@ class RolloutSource:
                 iteration=options["iteration"],
                 in_flight=settings.rollout_in_flight,
             )
-            sampler, options["drawing"], loader_class = DistantSampler(drawing), drawing, DistantLoader
+            sampler: Any = DistantSampler(drawing)
+            options["drawing"], loader_class = drawing, DistantLoader
         else:
             model = open_drawing_model(run, state.model, iteration=options["iteration"])
             engine = RolloutEngine(run, model, self._tokenizer, longest=self._longest(run))
-            sampler = self._open_sampler(run, mesh, engine, state.model.spec.vocab_size)
-            loader_class = RolloutLoader
+            sampler, loader_class = self._open_sampler(run, mesh, engine, state.model.spec.vocab_size), RolloutLoader
         self._loader = loader_class(run, mesh, self._prompts, sampler, rewards, self._state, log, **options)
         evaluator = None
         if self._held_out is not None:

@@ -40,7 +40,7 @@ class DistantDrawing:
         self._axis, self._handover, self._state = axis, handover, state
         self._iteration, self._in_flight = iteration, in_flight
         self._due, self._handed_over = 0, -1
-        self._seconds = dict.fromkeys(("draw s", "reward s", "hand-over s", "wait s"), 0.0)
+        self._seconds: dict[str, float] = {"draw s": 0.0, "reward s": 0.0, "hand-over s": 0.0, "wait s": 0.0}
         state.before_save = self.receive_all
 
     def draw_ahead(self, steps_ahead: int, *, steps_per_round: int, answers_per_step: int) -> None:

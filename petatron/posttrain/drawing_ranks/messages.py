@@ -17,6 +17,7 @@ from petatron.mesh import collectives
 from petatron.mesh.json_collectives import broadcast_json
 from petatron.mesh.mesh import ParallelMesh
 from petatron.posttrain.rollout import Rollout
+from petatron.posttrain.rollout_state import steps_from_json, steps_to_json
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +70,9 @@ class MessageAxis:
         """Returns what the first rank that draws has drawn."""
         content = None
         if drawn is not None:
-            steps = [[rollout.to_json() for rollout in step] for step in drawn.steps]
-            content = [steps, drawn.groups, drawn.draw_s, drawn.reward_s]
-        steps, *counts = self._from_drawing(content)
-        return Drawn([[Rollout.from_json(rollout) for rollout in step] for step in steps], *counts)
+            content = [*steps_to_json(drawn.steps), drawn.groups, drawn.draw_s, drawn.reward_s]
+        answers, places, *counts = self._from_drawing(content)
+        return Drawn(steps_from_json(answers, places), *counts)
 
     def evaluated(self, groups: list[list[Rollout]] | None = None) -> list[list[Rollout]]:
         """Returns the answers to held-out prompts."""

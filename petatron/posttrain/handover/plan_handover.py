@@ -27,22 +27,22 @@ ROUND_BYTES = 256 << 20
 
 
 class HeldBox(NamedTuple):
-    """A box of a logical tensor that a rank has, or needs, and its index among those of this rank; `dtype` where it is needed."""
+    """A box of a logical tensor that a rank has, or needs, and its place among those of this rank; `dtype` where it is needed."""
 
     name: str
     logical_shape: tuple[int, ...]
     box: Box
-    index: int
+    place: int
     dtype: torch.dtype | None = None
 
 
 class Transfer(NamedTuple):
-    """A part of a tensor that goes to a rank, or comes from it; `index` is that of the box here which has it, or needs it."""
+    """A part of a tensor that goes to a rank, or comes from it; `place` is that of the box here which has it, or needs it."""
 
     peer: int
     name: str
     box: Box
-    index: int
+    place: int
 
 
 @dataclass(frozen=True, slots=True)

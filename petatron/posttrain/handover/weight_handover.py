@@ -91,13 +91,13 @@ class WeightHandover:
                 counts[transfer.peer] += self._num_bytes(transfer)
         buffer = torch.empty(sum(sent), dtype=torch.uint8, device=self._mesh.device)
         for transfer, packed in self._views(buffer, planned.sends):
-            packed.copy_(_part(sources[transfer.index], transfer.box))
+            packed.copy_(_part(sources[transfer.place], transfer.box))
         return _InFlight(planned, *start_all_to_all(buffer, self._mesh.world, send=sent, receive=received))
 
     def _unpack(self, in_flight: _InFlight, targets: Sequence[_HeldTensor]) -> None:
         in_flight.handle.wait()
         for transfer, packed in self._views(in_flight.received, in_flight.round.receives):
-            _part(targets[transfer.index], transfer.box).copy_(packed)
+            _part(targets[transfer.place], transfer.box).copy_(packed)
 
     def _views(self, buffer: Tensor, transfers: Sequence[Transfer]) -> Iterator[tuple[Transfer, Tensor]]:
         """Yields each transfer with its place in a packed buffer, one behind another."""

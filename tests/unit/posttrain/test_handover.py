@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from petatron.base.errors import ConfigError
-from petatron.config import RunConfig
+from petatron.config import LoadedConfig, RunConfig
 from petatron.config.rollout_layout import drawing_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
@@ -132,7 +132,7 @@ def test_a_tensor_that_no_rank_has_is_an_error():
     assert plan.copies == [(0, 0, Box((0,), (2,)))] and not plan.rounds
 
 
-def freed_bytes(run: RunConfig) -> tuple[list[int], list[int], set[str]]:
+def freed_bytes(run: LoadedConfig) -> tuple[list[int], list[int], set[str]]:
     """On a rank: the bytes of the copy after each of three rounds, and the random states that it leaves."""
     opened = open_here(run)
     before = torch.get_rng_state()
