@@ -1,9 +1,9 @@
 """Outputs of a frozen model that are computed once for texts of the data, stored, and read with them.
 
-An entry belongs to a segment or to a row of a batch, and its name is a digest of what the model reads there: token ids, positions, and
-for segments the mask of what is learned. So it is found in every order, split, epoch, batch size and layout, and an entry of another text
-is never taken. A folder has parts, each an array of keys and one for every output; a part exists once its keys do, so whoever was killed
-goes on with what is missing, and ranks write parts side by side.
+An entry belongs to a segment or to a row of a batch, and its name is a digest of what the model reads there: token ids, positions and
+other arrays of rows, and for segments the mask of what is learned. So it is found in every order, split, epoch, batch size and layout, and
+an entry of another text is never taken. A folder has parts, each an array of keys and one for every output; a part exists once its keys do,
+so whoever was killed goes on with what is missing, and ranks write parts side by side.
 """
 
 from __future__ import annotations
@@ -30,6 +30,8 @@ from petatron.models.batch import SEGMENT_IDS, Batch
 Unit = Literal["segment", "row"]
 _DESCRIPTION = "stored-outputs.json"
 _KEYS = "keys"
+_OF_LOSSES = ("labels", "loss_mask")
+"""Arrays that a model reads for its losses alone."""
 _MAX_DESCRIPTION_BYTES = 1 << 20
 _PART_BYTES, _PART_S = 64 << 20, 60.0
 
@@ -42,15 +44,28 @@ def unit_keys(batch: Batch, unit: Unit) -> list[bytes]:
     >>> first == third != second
     True
     """
-    tokens = batch.tokens.numpy()
     if unit == "row":
-        positions = batch.positions
-        of_rows = [] if positions is None or positions.ndim == 1 else [positions.numpy()]
-        return [_digest(*(x[row] for x in (tokens, *of_rows))) for row in range(len(tokens))]
+        return _row_keys(batch)
+    tokens = batch.tokens.numpy()
     assert batch.num_segments is not None
     numbers, labels, mask = (x.numpy().reshape(-1) for x in (batch[SEGMENT_IDS], batch.labels, batch.loss_mask))
     places = (np.flatnonzero(numbers == number) for number in range(batch.num_segments))
     return [_digest(tokens.reshape(-1)[at], labels[at], mask[at] != 0) for at in places]
+
+
+def _row_keys(batch: Batch) -> list[bytes]:
+    """Returns digests of all that a model may read of each row; raises `DataError` for arrays that are of no row, such as patches."""
+    arrays: dict[str, NDArray[Any]] = {}
+    for name, x in sorted(batch.arrays.items()):
+        is_read = name not in (*_OF_LOSSES, "positions") or (name == "positions" and x.ndim > 1)
+        if is_read and len(x) != len(batch.tokens):
+            raise DataError(
+                f"The array {name!r} of a batch has {len(x)} entries for {len(batch.tokens)} rows. Outputs are stored for rows of tokens; "
+                "use a live model for other data."
+            )
+        if is_read:
+            arrays[name] = x.numpy()
+    return [_digest(*(x[row] for x in arrays.values())) for row in range(len(batch.tokens))]
 
 
 def _digest(*arrays: NDArray[Any]) -> bytes:
@@ -142,12 +157,14 @@ class StoredOutputsWriter:
 
     def __init__(self, store: StoredOutputs, part_bytes: int = _PART_BYTES) -> None:
         self._store, self._part_bytes = store, part_bytes
+        self._added = set[bytes]()
         self._entries: dict[bytes, dict[str, NDArray[Any]]] = {}
         self._size, self._last_s = 0, time.monotonic()
 
     def add(self, keys: Sequence[bytes], arrays: Mapping[str, NDArray[Any]]) -> None:
         for row, key in enumerate(keys):
-            if key not in self._store and key not in self._entries:
+            if key not in self._store and key not in self._added:
+                self._added.add(key)
                 self._entries[key] = {name: array[row] for name, array in arrays.items()}
                 self._size += sum(array[row].nbytes for array in arrays.values())
         if self._size >= self._part_bytes or time.monotonic() - self._last_s > _PART_S:
