@@ -359,13 +359,15 @@ class ParallelModel:
         maxima = maxima_of(self.objective)
         if not maxima:
             return self._sum(result.sums, over="losses", here=self.mesh.tp.rank == 0)
-        largest = result.sums[maxima]
-        total = self._sum(
-            result.sums.index_fill(0, _places(maxima, largest), 0.0), over="losses", here=self.mesh.tp.rank == 0
-        )
+        sums, largest = result.sums.clone(), torch.stack([result.sums[place] for place in maxima])
+        for place in maxima:  # by number, which waits for no device
+            sums[place].zero_()
+        total = self._sum(sums, over="losses", here=self.mesh.tp.rank == 0)
         if self.mesh["losses"].size > 1:
             largest = collectives.all_reduce(largest, self.mesh.world, op="max")
-        return total.index_copy(0, _places(maxima, largest), largest.masked_fill(largest == -torch.inf, 0.0))
+        for place, value in zip(maxima, largest.masked_fill(largest == -torch.inf, 0.0)):
+            total[place].copy_(value)
+        return total
 
     def _sum(self, x: Tensor, *, over: str, here: bool) -> Tensor:
         """Sums a few numbers over an axis, on all ranks; `here` is true on one of the ranks with the same value.
@@ -386,7 +388,3 @@ class ParallelModel:
         if self.mesh.device.type == "cuda":
             torch.cuda.synchronize(self.mesh.device)
         return time.time()  # perf_counter has another zero on every machine
-
-
-def _places(numbers: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(numbers, device=like.device)

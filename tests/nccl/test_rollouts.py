@@ -8,6 +8,7 @@ import pytest
 
 from tests.dist import RankPool
 from tests.unit.posttrain.rollouts import learn, learn_or_draw, load, write_prompts
+from tests.unit.posttrain.test_critic import SEVERAL
 
 LAYOUTS = {
     "": 1,
@@ -36,6 +37,20 @@ def test_answers_are_those_of_one_process(gpu_ranks: RankPool, prompts: Path, la
         for ours, other in zip(learned, alone, strict=True):
             assert ours.loss == pytest.approx(other.loss, abs=1e-9)
             assert ours.grad_norm == pytest.approx(other.grad_norm, rel=1e-7)
+            assert ours.metrics == pytest.approx(other.metrics, abs=1e-7)
+
+
+@pytest.mark.parametrize("layout", ["", "--tp 2 --sequence-parallel", "--pp 2", "--cp 2"])
+def test_a_critic_is_that_of_one_process(gpu_ranks: RankPool, prompts: Path, layout: str):
+    flags = f"--rollout-prompts {prompts} {SEVERAL}"
+    alone, loaded = (
+        learn(load(f"{flags} --device cpu", "ppo")),
+        load(f"{flags} {layout}", "ppo", world_size=LAYOUTS[layout]),
+    )
+    for learned in gpu_ranks.run(learn, LAYOUTS[layout], loaded, timeout_s=120):
+        for ours, other in zip(learned, alone, strict=True):
+            assert ours.loss == pytest.approx(other.loss, abs=1e-9)
+            assert ours.metrics["value loss"] == pytest.approx(other.metrics["value loss"], abs=1e-9)
             assert ours.metrics == pytest.approx(other.metrics, abs=1e-7)
 
 
