@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,11 +13,23 @@ from torch import Tensor
 import petatron
 from petatron.base.errors import ConfigError, DataError
 from petatron.cli.main import main
-from petatron.config import LoadedConfig
+from petatron.config import LoadedConfig, RunConfig
+from petatron.data.stored_outputs import StoredOutputs, unit_keys
+from petatron.data.tokenizer import ByteTokenizer
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
-from petatron.models.distillation import divergence, top_log_probs, truncated_divergence
+from petatron.models.distillation import (
+    TOP_IDS,
+    TOP_LOG_PROBS,
+    TopLogProbs,
+    divergence,
+    top_log_probs,
+    truncated_divergence,
+)
+from petatron.models.objective import ModelRole, StoredRole
+from petatron.train.build_run import build_loaders
 from petatron.train.check_and_open_run import OpenedRun, check_start, open_run
+from petatron.train.stored_role_outputs import dataset_sizes, describe_rows, fill_store
 from petatron.train.train_step import train_step
 from petatron.validate import load_config
 from tests.dist import RankPool
@@ -142,11 +155,48 @@ def test_half_precision_is_close_and_a_quarter_of_the_bytes(folder: Path, capsys
     assert ids.stat().st_size - 128 == 2 * (log_probs.stat().st_size - 128) == 24 * 16 * TOP_K * 4
 
 
-def test_rows_are_stored_once_in_any_layout(ranks: RankPool, folder: Path):
-    """Two pipeline stages store the same; what is there is not computed again."""
+def test_what_is_there_is_not_computed_again(folder: Path):
     before = sorted((folder / "stored").iterdir())
     assert store(folder, "stored", "--log-prob-precision fp64") == 0
     assert sorted((folder / "stored").iterdir()) == before
+
+
+def stored_in(loaded: LoadedConfig, teacher: str, place: str) -> int:
+    """Stores what a teacher says of the data of a run, in its layout; returns how many rows."""
+    torch.set_num_threads(1)
+    run = loaded.config
+    mesh = ParallelMesh(Layout.from_config(run.parallel), dist.get_rank())
+    model = petatron.from_pretrained(teacher, mesh, flags=sharding_flags(run), dtype="float64", gradients=False)
+    loaders = build_loaders(run, mesh, ByteTokenizer(), train_samples=24)
+    role = StoredRole("row", (TOP_IDS, TOP_LOG_PROBS), place, ModelRole(""), TopLogProbs(TOP_K, torch.float64))
+    outputs = StoredOutputs(Path(place), describe_rows(run, model))
+    return fill_store(outputs, role, model, dataset_sizes(run, loaders, 24), lambda: model, role="teacher")
+
+
+def sharding_flags(run: RunConfig) -> list[str]:
+    strategy = run.parallel.data_parallel_sharding_strategy
+    return ["--data-parallel-sharding-strategy", strategy]
+
+
+@pytest.mark.parametrize("layout", list(LAYOUTS)[3:])
+def test_every_layout_stores_the_same(ranks: RankPool, folder: Path, tmp_path: Path, layout: str):
+    run = load(folder, f"stored={folder}/stored", layout, 2)
+    assert ranks.run(stored_in, 2, run, str(folder / "teacher"), str(tmp_path / "stored")) == [24, 24]
+    there, alone = StoredOutputs.open(tmp_path / "stored"), StoredOutputs.open(folder / "stored")
+    dataset = open_here(load(folder, f"stored={folder}/stored")).loaders.train.dataset
+    rows = torch.tensor(np.stack([dataset[number] for number in range(24)]))
+    keys = unit_keys(petatron.Batch(rows[:, :-1]), "row")
+    ours, theirs = (outputs.arrays(keys, [TOP_IDS, TOP_LOG_PROBS]) for outputs in (there, alone))
+    assert np.array_equal(ours[TOP_IDS], theirs[TOP_IDS])
+    np.testing.assert_allclose(ours[TOP_LOG_PROBS], theirs[TOP_LOG_PROBS], rtol=1e-12)
+
+
+@pytest.mark.parametrize("layout", ["--cp 2", "--pp 2"])
+def test_a_live_teacher_of_a_few_tokens_is_the_same_in_every_layout(ranks: RankPool, folder: Path, layout: str):
+    settings = f"teacher={folder}/teacher top_k={TOP_K}"
+    alone = steps(load(folder, settings))
+    for part in ranks.run(steps, 2, load(folder, settings, layout, 2)):
+        assert part == pytest.approx(alone, rel=1e-10, abs=1e-13)
 
 
 REFUSED = {
