@@ -63,7 +63,7 @@ class RunningRequests:
             list(tokens),
             params,
             max_length=min(self._max_length, len(tokens) + params.max_new_tokens),
-            stream=TextStream(self._tokenizer, params),
+            stream=TextStream(self._tokenizer if params.wants_text or params.stop_strings else None, params),
             completion=Completion(tokens),
             source=source,
             constraint=None if constraint is None else self._constraints.start(constraint, stop_ids=params.stop_ids),

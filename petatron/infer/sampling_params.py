@@ -56,6 +56,7 @@ class SamplingParams:
     seed, sample: draws are a function of (seed, sample, position), whatever shares the batch.
     stop_ids, stop_strings: the request ends after such an id, and before such a text, which is cut off unless keep_stop is set.
     hidden_ids: have no place in the answer's text.
+    wants_text: whether ids become text as they come; without, an answer has text only if stop_strings look for theirs in it.
     min_new_tokens: no stop id may be drawn before.
     logprobs, prompt_logprobs: how many alternatives to report beside each new or prompt token; 0: its own log-probability alone;
         None: nothing. They are those of the model, before temperature, penalties and filters.
@@ -89,6 +90,7 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     keep_stop: bool = False
     hidden_ids: tuple[int, ...] = ()
+    wants_text: bool = True
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     policy_logprobs: bool = False

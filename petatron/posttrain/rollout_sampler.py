@@ -103,6 +103,7 @@ class RolloutSampler:
             seed=_seed(self._seed, purpose, episode.group),
             sample=episode.sample,
             stop_ids=self._stop_ids,
+            wants_text=False,
             stop_strings=() if self._environment is None else self._environment.stop,
             logprobs=0 if purpose == "train" else None,
             policy_logprobs=purpose == "train",
