@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from petatron.cli.posttrain import training_flags
-from petatron.config import LoadedConfig
+from petatron.config import LoadedConfig, RunConfig
 from petatron.config.rollout_layout import drawing_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
@@ -105,17 +105,19 @@ def learn(loaded: LoadedConfig, steps: int = 3, *, save_after: int | None = None
 
 def learn_or_draw(loaded: LoadedConfig, steps: int = 3, *, save_after: int | None = None) -> list[Learned]:
     """Takes some steps on one rank, or draws for those that do, and returns nothing."""
-    rank, run = dist.get_rank(), loaded.config
-    first = run.parallel.world_size
-    if rank < first:
+    if dist.get_rank() < loaded.config.parallel.world_size:
         return learn(loaded, steps, save_after=save_after)
     torch.set_num_threads(1)
-    source = RolloutSource(check_start(loaded))
-    layout = Layout.from_config(drawing_config(run).parallel)
+    RolloutSource(check_start(loaded)).draw_for_others(drawing_mesh(loaded.config))
+    return []
+
+
+def drawing_mesh(run: RunConfig) -> ParallelMesh:
+    """Returns the mesh of a rank that draws."""
+    first, layout = run.parallel.world_size, Layout.from_config(drawing_config(run).parallel)
     on_gpu = torch.cuda.is_available() and run.train.device != "cpu"
     where = {"device": torch.device("cuda", torch.cuda.current_device()), "backend": "nccl"} if on_gpu else {}
-    source.draw_for_others(ParallelMesh(layout, rank - first, first_rank=first, **where))
-    return []
+    return ParallelMesh(layout, dist.get_rank() - first, first_rank=first, **where)
 
 
 def rollout(text: str = "x", *, reward: float = 1.0, ids: tuple[int, ...] = (8, 1), advantage: float = 0.5) -> Rollout:

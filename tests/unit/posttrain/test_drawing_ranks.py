@@ -13,20 +13,36 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import petatron
 from petatron.base.errors import ConfigError
+from petatron.config import LoadedConfig
 from petatron.infer.engine import Engine
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.sampling_params import SamplingParams
+from petatron.mesh.comm_record import CommEvent
 from petatron.parallel.parallel_model import ParallelModel
 from petatron.posttrain.run_posttraining import RolloutSource
 from petatron.train.check_and_open_run import check_start
+from petatron.train.train_step import train_step
 from tests.dist import RankPool
 from tests.longform import later
-from tests.unit.posttrain.rollouts import REWARD, TINY, Learned, learn, learn_or_draw, load, write_prompts
+from tests.nccl_rules.order_check import order_problems
+from tests.unit.posttrain.rollouts import (
+    REWARD,
+    TINY,
+    Learned,
+    drawing_mesh,
+    learn,
+    learn_or_draw,
+    load,
+    open_here,
+    write_prompts,
+)
 from tests.unit.posttrain.test_rollout_loader import check_equal
 
+ZERO = "--dp 2 --use-distributed-optimizer --overlap-param-gather"
 FSDP = "--dp 2 --data-parallel-sharding-strategy optim_grads_params"
 
 
@@ -136,6 +152,39 @@ def test_weights_change_between_two_tokens():
     assert mixed.ids[:5] == former.ids[:5] and mixed.ids != former.ids
     [[fresh]] = engine.complete([prompt], sampling)
     assert fresh.ids == later_on.ids and [x.logprob for x in fresh.logprobs] == [x.logprob for x in later_on.logprobs]
+
+
+def recorded(loaded: LoadedConfig) -> list[CommEvent]:
+    """On a rank: the communication of two steps, but for orders, which a thread receives."""
+    run, rank = loaded.config, dist.get_rank()
+    if rank < run.parallel.world_size:
+        opened = open_here(loaded)
+        for _ in range(2):
+            batches = opened.loaders.train.next_step(16, opened.state.progress.consumed_samples)
+            train_step(opened.state, batches, num_samples=16)
+        opened.loaders.train.close()
+        record = opened.state.mesh.record
+    else:
+        mesh = drawing_mesh(run)
+        RolloutSource(check_start(loaded)).draw_for_others(mesh)
+        record = mesh.record
+    return [event for event in record.events() if not event.axis.endswith("background_control")]
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--tp 2 --pp 2 --rollout-tp 4 --rollout-pp 1",
+        "--tp 2 --rollout-ranks 2 --rollout-tp 2 --rollout-staleness 1",
+        later(f"{ZERO} --rollout-ranks 2 --rollout-pp 2 --rollout-staleness 2 --rollout-in-flight"),
+        later(f"{FSDP} --pp 2 --rollout-tp 2 --rollout-pp 1"),
+    ],
+)
+def test_communication_has_one_order(ranks: RankPool, prompts: Path, flags: str):
+    """So NCCL, which buffers nothing, cannot wait for ever."""
+    records = ranks.run(recorded, 4, load(f"--rollout-prompts {prompts} {flags}", world_size=4))
+    assert any(event.op == "all_to_all" for event in records[0]), "weights were handed over"
+    assert not order_problems(records)
 
 
 def scale_weights(model: ParallelModel) -> None:

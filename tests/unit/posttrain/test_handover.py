@@ -16,7 +16,7 @@ from petatron.config.rollout_layout import drawing_config
 from petatron.mesh.mesh import ParallelMesh
 from petatron.mesh.rank_layout import Layout
 from petatron.posttrain.handover.drawing_model import CopiedModel
-from petatron.posttrain.handover.plan_handover import HeldBox, plan_handover
+from petatron.posttrain.handover.plan_handover import HeldBox, _Piece, _Tensor, _transfers, plan_handover
 from petatron.posttrain.handover.weight_handover import WeightHandover
 from petatron.posttrain.run_posttraining import run_posttraining
 from petatron.pretrained.launch_and_build_model import build_initial_model
@@ -130,6 +130,14 @@ def test_a_tensor_that_no_rank_has_is_an_error():
         plan_handover([half], [needed], ParallelMesh.single().control)
     plan = plan_handover([needed], [half], ParallelMesh.single().control)
     assert plan.copies == [(0, 0, Box((0,), (2,)))] and not plan.rounds
+
+
+def test_weights_come_from_the_nearest_rank_that_sends_least():
+    box = Box((0,), (4,))
+    tensor = _Tensor((4,), torch.float32, sources=[(rank, 0, box) for rank in (0, 1, 9)])
+    tensor.targets = [(rank, 0, box) for rank in (1, 2, 3, 10, 20)]
+    planned = list(_transfers(tensor, [_Piece(0, box)], {}, 8))
+    assert [(source[0], target[0]) for _, source, target, _ in planned] == [(1, 1), (0, 2), (1, 3), (9, 10), (0, 20)]
 
 
 def freed_bytes(run: LoadedConfig) -> tuple[list[int], list[int], set[str]]:
