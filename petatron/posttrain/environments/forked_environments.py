@@ -74,7 +74,7 @@ class ForkedEnvironments:
         theirs.close()
         self._control = ours
         try:
-            first = _LineReader(ours).read(_START_TIMEOUT_S)
+            first: dict[str, Any] = _LineReader(ours).read(_START_TIMEOUT_S)
         except RewardFailure as failure:
             first = {"error": str(failure)}
         if "ready" not in first:

@@ -117,7 +117,7 @@ def read_tests(record: Mapping[str, Any], key: str) -> list[str | Mapping[str, s
     ValueError: 'tests' of the prompt's line has a test that is neither code nor an object with "input" and "output"
     """
     value = record.get(key)
-    tests = [value] if isinstance(value, str) else value
+    tests: Any = [value] if isinstance(value, str) else value
     if not isinstance(tests, list) or not tests:
         raise ValueError(f"the line of the prompt has no {key!r} with tests")
     for test in tests:

@@ -14,6 +14,7 @@ import torch
 
 from petatron.base.errors import CheckpointError
 from petatron.config.schema.run import RunConfig
+from petatron.config.schema.sections.task_head import PoolingName
 from petatron.data.labelled.labelled_text_dataset import pooling_weights
 from petatron.mesh import collectives
 from petatron.models.batch import Batch
@@ -29,13 +30,13 @@ class RewardModel:
         self._mesh, self._length = trained.mesh, run.model.seq_length
         self._micro, self._multiple = run.train.micro_batch_size, micro_batch_multiple
         self._model = open_frozen_model(run, trained, "reward model", folder)
-        config = self._model.spec.config
-        if config.pooling is None or config.num_labels != 1:
+        config = self._model.spec.config if isinstance(self._model, ParallelModel) else None
+        if config is None or config.pooling is None or config.num_labels != 1:
             raise CheckpointError(
                 f"--rewards model:{folder} has no task head with one label. Choose a model of --objective reward, or a sequence "
                 "classifier with num_labels 1."
             )
-        self._pooling = config.pooling
+        self._pooling: PoolingName = config.pooling
 
     def scores(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Returns the score of each text; of one that is longer than --seq-length, that of its end."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from transformers.utils import get_json_schema
+from transformers.utils.chat_template_utils import get_json_schema
 
 from petatron.base.errors import ConfigError, TrainError
 from petatron.config.schema.rollout import RolloutConfig
