@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.dist import RankPool
-from tests.unit.posttrain.rollouts import learn, learn_or_draw, load, write_prompts
-from tests.unit.posttrain.test_critic import SEVERAL
+from tests.unit.posttrain.rollouts import SEVERAL, learn, learn_or_draw, load, write_prompts
 
 LAYOUTS = {
     "": 1,

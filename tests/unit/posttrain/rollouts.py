@@ -29,6 +29,10 @@ TINY = (
     "--rollouts-per-prompt 4 --max-answer-tokens 5 --fp64 --rollout-log-gigabytes 0"
 )
 REWARD = "regex:.*[a-m].*"
+SEVERAL = (
+    "--updates-per-rollout 2 --rollout-epochs 2 --old-log-probs computed "
+    "--objective-settings entropy_weight=0.02 mask_answers_above=2"
+)
 
 
 ENVIRONMENT = """

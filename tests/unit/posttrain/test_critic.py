@@ -19,14 +19,18 @@ from petatron.posttrain.token_advantages import generalized_advantages, whitened
 from tests.dist import RankPool
 from tests.longform import later
 from tests.parity.harness import tiny_run
-from tests.unit.posttrain.rollouts import Learned, learn, load, open_here, rollout, write_environment, write_prompts
+from tests.unit.posttrain.rollouts import (
+    SEVERAL,
+    Learned,
+    learn,
+    load,
+    open_here,
+    rollout,
+    write_environment,
+    write_prompts,
+)
 from tests.unit.posttrain.test_environments import ROOM
 from tests.unit.posttrain.test_rollout_loader import check_equal
-
-SEVERAL = (
-    "--updates-per-rollout 2 --rollout-epochs 2 --old-log-probs computed "
-    "--objective-settings entropy_weight=0.02 mask_answers_above=2"
-)
 
 
 @pytest.fixture(scope="module")
