@@ -60,7 +60,8 @@ class CodeSandbox:
 
     def __init__(self, limits: SandboxLimits) -> None:
         self._limits = limits
-        self._root = Path(tempfile.mkdtemp(prefix="petatron-sandbox-"))
+        self._folder = tempfile.TemporaryDirectory(prefix="petatron-sandbox-")
+        self._root = Path(self._folder.name)
         self._slots = itertools.count(secrets.randbelow(1_000_000_000))
 
     def run(self, program: str, *, stdin: str = "", seconds: float | None = None) -> RunOutcome:
@@ -92,8 +93,7 @@ class CodeSandbox:
         return RunOutcome(values["status"], values["stdout"], values["stderr"])
 
     def close(self) -> None:
-        with suppress(OSError):
-            remove_tree(self._root)
+        self._folder.cleanup()
 
     def _resource_limits(self, seconds: float) -> dict[str, int]:
         limits = {

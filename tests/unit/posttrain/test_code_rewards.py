@@ -191,8 +191,10 @@ def test_a_machine_that_cannot_isolate_is_refused(monkeypatch: pytest.MonkeyPatc
     assert "Operation not permitted" in str(rewards.rewards([{"answer": block("1"), "record": {"tests": "1"}}])[0])
     rewards.close()
     launcher.write_text("import sys; sys.exit('no')")
+    sandbox = CodeSandbox(SandboxLimits())
     with pytest.raises(SandboxUnavailable, match="its launcher ended: no"):
-        CodeSandbox(SandboxLimits()).run("1")
+        sandbox.run("1")
+    sandbox.close()
 
 
 def test_without_isolation_limits_hold(monkeypatch: pytest.MonkeyPatch):
