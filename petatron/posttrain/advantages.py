@@ -40,6 +40,8 @@ def advantages(rewards_PG: NDArray[np.float64], kind: AdvantageName) -> NDArray[
             result = rewards - means
             if kind == "group":
                 result = result / (_deviation(np.where(valid, result, 0.0), valid) + _EPSILON)
+        case "gae":
+            raise AssertionError("advantages of tokens are those of `token_advantages.py`")
     return np.where(valid, result, 0.0)
 
 

@@ -362,6 +362,7 @@ def test_only_who_draws_goes_around_the_door() -> None:
         "cli/data.py",
         "serve/isolation/limited_worker.py",  # its standard output is a pipe to the server
         "mesh/launch/local_launcher.py",
+        "posttrain/rewards/code_rewards.py",  # a program in the sandbox does, whose output is a pipe
         "train/report/console.py",
         "train/report/metric_writers.py",
         "base/terminal_escape.py",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -101,13 +102,16 @@ def allocate_cache(model: ParallelModel, options: EngineOptions, cache: CacheSiz
         size = sum(aligned_bytes(shape, dtype) for shape, dtype in (*pages.values(), *states.values()))
         memory = ReleasableCudaMemory(size, device)
         zeros = memory.zeros
-    made: list[dict[int, dict[str, Tensor]]] = []
-    for tensors in (pages, states):
-        of_layers: dict[int, dict[str, Tensor]] = {}
+
+    def of_layers(
+        tensors: Mapping[tuple[int, str], tuple[tuple[int, ...], torch.dtype]],
+    ) -> dict[int, dict[str, Tensor]]:
+        made: dict[int, dict[str, Tensor]] = {}
         for (index, name), (shape, dtype) in tensors.items():
-            of_layers.setdefault(index, {})[name] = zeros(shape, dtype=dtype)
-        made.append(of_layers)
-    return CacheTensors(*made, memory)
+            made.setdefault(index, {})[name] = zeros(shape, dtype=dtype)
+        return made
+
+    return CacheTensors(of_layers(pages), of_layers(states), memory)
 
 
 def choose_cache_size(model: ParallelModel, options: EngineOptions, *, max_length: int) -> CacheSize:
