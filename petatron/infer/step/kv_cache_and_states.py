@@ -105,11 +105,11 @@ def allocate_cache(model: ParallelModel, options: EngineOptions, cache: CacheSiz
 
     def of_layers(
         tensors: Mapping[tuple[int, str], tuple[tuple[int, ...], torch.dtype]],
-    ) -> dict[int, dict[str, Tensor]]:
+    ) -> dict[int, Mapping[str, Tensor]]:
         made: dict[int, dict[str, Tensor]] = {}
         for (index, name), (shape, dtype) in tensors.items():
             made.setdefault(index, {})[name] = zeros(shape, dtype=dtype)
-        return made
+        return dict(made.items())
 
     return CacheTensors(of_layers(pages), of_layers(states), memory)
 
