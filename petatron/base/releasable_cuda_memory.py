@@ -47,6 +47,24 @@ class _AccessDescription(ctypes.Structure):
 
 
 _PINNED, _ON_DEVICE, _READ_AND_WRITE = 1, 1, 3
+_MAPS_MEMORY = 102
+"""The attribute of a device that says whether addresses and memory are apart."""
+
+
+def can_release_memory(device: torch.device) -> bool:
+    """Whether a device has such memory: NVIDIA's GPUs, some virtual ones excepted.
+
+    >>> can_release_memory(torch.device("cpu"))
+    False
+    """
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    index = torch.cuda.current_device() if device.index is None else device.index
+    supported, driver = ctypes.c_int(), ctypes.CDLL("libcuda.so.1")
+    handle = ctypes.c_int()
+    if driver.cuInit(0) or driver.cuDeviceGet(ctypes.byref(handle), index):
+        return False
+    return driver.cuDeviceGetAttribute(ctypes.byref(supported), _MAPS_MEMORY, handle) == 0 and bool(supported.value)
 
 
 class ReleasableCudaMemory:

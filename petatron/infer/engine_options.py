@@ -14,7 +14,7 @@ class EngineOptions:
     beside the tokens of others. max_length: of prompt and answer together; None: the model's positions, and one. prefix_caching: pages
     of equal beginnings are computed once. cuda_graphs: steps are replayed on GPUs, those with long prompts excepted. recorded_steps:
     decode steps are repeated on CPUs.
-    releasable_cache: `Engine.pause` gives the memory of the cache back, on a GPU.
+    releasable_cache: `Engine.pause` gives the memory of the cache back, where a device can (`base/releasable_cuda_memory.py`).
     copied_weights: a CPU may hold weights a second time, in float32 or packed, where that makes steps faster.
     fp8_weights: the weights of layers are quantized to FP8 (e4m3, a scale per row); activations are not.
     exact: log-probabilities are those of training, bit for bit, which needs a model with `--exact-rollouts`; weights have no copies and

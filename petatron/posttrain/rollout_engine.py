@@ -1,9 +1,9 @@
 """`RolloutEngine`: the engine that draws answers, by the weights that are trained: in place, or in another layout (`handover/`).
 
 Its pages take the memory that training leaves. After each round of drawing that is given back, and what was computed from former weights is
-forgotten. On a GPU the engine stays with its CUDA graphs, and its pages return to their addresses; elsewhere, or where weights are a copy
-that goes as well, the next round opens another engine. `--rollout-keep-engine` says that memory suffices for both. A round may be inside of
-another one, whose engine and weights it uses.
+forgotten. On NVIDIA GPUs the engine stays with its CUDA graphs, and its pages return to their addresses; elsewhere, or where weights are a
+copy that goes as well, the next round opens another engine. `--rollout-keep-engine` says that memory suffices for both. A round may be
+inside of another one, whose engine and weights it uses.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from petatron.base.releasable_cuda_memory import can_release_memory
 from petatron.config.schema.run import RunConfig
 from petatron.data.tokenizer import Tokenizer
 from petatron.infer.engine import Engine
@@ -42,7 +43,7 @@ class RolloutEngine:
     def __init__(self, run: RunConfig, model: DrawingModel, tokenizer: Tokenizer, *, longest: int) -> None:
         self._model, self._tokenizer = model, tokenizer
         keep_cache = run.rollout.rollout_keep_engine or run.rollout.rollout_ranks > 0
-        self._pauses = keep_cache or (model.device.type == "cuda" and model.stays_in_place)
+        self._pauses = keep_cache or (model.stays_in_place and can_release_memory(model.device))
         self._options = EngineOptions(
             max_sequences=run.rollout.rollout_sequences,
             max_length=longest,

@@ -13,7 +13,7 @@ from torch import Tensor
 from petatron.base.device import detect_device
 from petatron.base.errors import ConfigError, Problem
 from petatron.base.log import get_logger
-from petatron.base.releasable_cuda_memory import ReleasableCudaMemory, aligned_bytes
+from petatron.base.releasable_cuda_memory import ReleasableCudaMemory, aligned_bytes, can_release_memory
 from petatron.config.schema.sections.multi_token_prediction import layers_per_depth
 from petatron.infer.engine_options import EngineOptions
 from petatron.infer.kv_cache_pages import CacheSize
@@ -98,7 +98,7 @@ def allocate_cache(model: ParallelModel, options: EngineOptions, cache: CacheSiz
         for kept in state.tensors
     }
     memory, zeros = None, partial(torch.zeros, device=device)
-    if options.releasable_cache and device.type == "cuda":
+    if options.releasable_cache and can_release_memory(device):
         size = sum(aligned_bytes(shape, dtype) for shape, dtype in (*pages.values(), *states.values()))
         memory = ReleasableCudaMemory(size, device)
         zeros = memory.zeros
