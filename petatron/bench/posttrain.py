@@ -84,6 +84,9 @@ def _problems(args: argparse.Namespace, spec: BenchSpec) -> Iterator[Problem]:
     if args.kind == "grpo" and (longest := args.prompt_tokens + args.answer_tokens) > run.model.seq_length:
         rule = f"is shorter than a prompt with its answer, {longest} tokens"
         yield Problem("--seq-length", str(run.model.seq_length), rule, f"Use {longest} or more.")
+    if (size := run.model.vocab_size or 0) < _VOCAB_SIZE:
+        rule = f"is less than the {_VOCAB_SIZE:,} ids of the texts that are made"
+        yield Problem("--vocab-size", str(size), rule, f"Use {_VOCAB_SIZE} or more.")
     if args.steps <= args.first_steps:
         rule = f"are no more than the {args.first_steps} first ones, which are not counted"
         yield Problem("--steps", str(args.steps), rule, "Use more.")

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from petatron.base.errors import Problem, raise_problems
 
 NOT_A_SETTING = {"setting": False}
 """Metadata of a field that no setting fills."""
-_TRUE_AND_FALSE = {"true": True, "false": False}
 
 
 def parse_named_settings(kind: type, settings: Sequence[str], settings_flag: str, chosen_by: str) -> dict[str, Any]:
@@ -32,13 +32,18 @@ def parse_named_settings(kind: type, settings: Sequence[str], settings_flag: str
         key, equals, text = word.partition("=")
         if not equals or key not in fields:
             rule = f"is no setting of {chosen_by}" if equals else "is not NAME=VALUE"
-            problems.append(Problem(settings_flag, word, rule, f"It has: {', '.join(fields) or 'none'}."))
+            close = difflib.get_close_matches(key, fields, n=1, cutoff=0.72)
+            hint = f"Did you mean {close[0]}? " if close else ""
+            problems.append(Problem(settings_flag, word, rule, f"{hint}It has: {', '.join(fields) or 'none'}."))
             continue
         try:
             values[key] = _parse_value(hints[key], text)
         except (KeyError, ValueError):
-            rule = f"is not a value of {key}, which is {getattr(hints[key], '__name__', hints[key])}"
-            problems.append(Problem(settings_flag, word, rule, "Give one."))
+            choices = _choices(hints[key])
+            rule, fix = f"is not a value of {key}, which is {getattr(hints[key], '__name__', hints[key])}", "Give one."
+            if choices:
+                rule, fix = "is no choice", f"Use one of {', '.join(choices)}."
+            problems.append(Problem(settings_flag, word, rule, fix))
     given = {word.partition("=")[0] for word in settings}
     for key, field in fields.items():
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
@@ -69,6 +74,14 @@ def _settings_of(kind: type) -> Iterator[dataclasses.Field[Any]]:
 
 
 def _parse_value(hint: Any, text: str) -> Any:
-    if hint is bool:
-        return _TRUE_AND_FALSE[text]
+    choices = _choices(hint)
+    if choices:
+        return choices[text]
     return hint(text) if hint in (int, float, str, Path) else text
+
+
+def _choices(hint: Any) -> Mapping[str, Any]:
+    """Returns the values of a type that has few, by their texts."""
+    if hint is bool:
+        return {"true": True, "false": False}
+    return {str(value): value for value in typing.get_args(hint)} if typing.get_origin(hint) is Literal else {}

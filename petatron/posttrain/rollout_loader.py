@@ -24,6 +24,7 @@ from petatron.base.errors import TrainError
 from petatron.base.format_text import count_with_noun
 from petatron.base.log import get_logger
 from petatron.config.rollout_layout import draws_in_place
+from petatron.config.schema.objective_and_dataset_names import POLICY_GRADIENT
 from petatron.config.schema.run import RunConfig
 from petatron.data.batch_loader import epoch_permutation
 from petatron.data.packed_segments import PackedSegment
@@ -116,6 +117,10 @@ class RolloutLoader:
             iteration + 1 + len(self._state.waiting), [*judged, *(rollout for group in left_out for rollout in group)]
         )
         self._warn_of_failures(judged)
+        has_rewards = self._run.train.objective == POLICY_GRADIENT
+        if has_rewards and self._mesh.world.rank == 0 and not any(rollout.advantage for rollout in judged):
+            text = "WARNING: iteration %d learns nothing from rewards: the answers to each prompt all have the same one"
+            _log.warning(text, iteration + 1 + len(self._state.waiting))
         if self._mesh.world.rank == 0 and iteration % self._run.log.log_interval == 0:
             text = "answers of iteration %d: %s%s, %.2f s to draw, %.2f s to reward and write"
             mean_turns = sum(rollout.num_turns for rollout in judged) / len(judged)

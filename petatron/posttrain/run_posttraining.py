@@ -94,6 +94,11 @@ class RolloutSource:
             rule = "is no objective of drawn answers"
             fix = "Use policy-gradient or distill, or leave it out."
             raise ConfigError([Problem("--objective", str(run.train.objective), rule, fix)])
+        if isinstance(objective, Distill) and objective.stored:
+            rule = "is of the rows of files, and answers are drawn anew"
+            raise ConfigError(
+                [Problem("--objective-settings", f"stored={objective.stored}", rule, "Give teacher=FOLDER.")]
+            )
         if not run.rollout.rollout_prompts:
             fix = "Give a file of prompts."
             raise ConfigError([Problem("--rollout-prompts", "", "is missing: nothing is to be answered", fix)])

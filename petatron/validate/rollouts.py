@@ -20,7 +20,7 @@ def check_rollouts(config: RawRunConfig) -> Iterator[Problem]:
     if not settings.rollout_prompts:
         return
     size, per_prompt = train.global_batch_size, settings.rollouts_per_prompt
-    if size is not None and size * settings.updates_per_rollout % per_prompt:
+    if size is not None and per_prompt > 0 and size * settings.updates_per_rollout % per_prompt:
         updates = settings.updates_per_rollout
         rule = f"counts answers, and with --updates-per-rollout {updates} is not a multiple of --rollouts-per-prompt {per_prompt}"
         yield Problem("--global-batch-size", str(size), rule, f"Use {max(1, size // per_prompt) * per_prompt}.")

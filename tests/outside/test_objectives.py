@@ -139,7 +139,10 @@ def test_every_wrong_setting_is_told():
         parse_objective("distillation", ["alpha=much", "temprature=2", "teacher"])
     text = str(error.value)
     assert "alpha=much is not a value of alpha, which is float" in text
-    assert "temprature=2 is no setting of --objective distillation. It has: teacher, temperature, alpha." in text
+    assert (
+        "temprature=2 is no setting of --objective distillation. Did you mean temperature? It has: teacher, temperature, alpha."
+        in text
+    )
     assert "teacher is not NAME=VALUE" in text
     with pytest.raises(ConfigError, match="lacks teacher"):
         parse_objective("distillation", [])

@@ -107,12 +107,12 @@ class RolloutConfig:
     rollout_in_flight: Annotated[bool, used_with("rollout.rollout_ranks")] = False
     """Hand weights over to ranks that draw between two tokens, also of answers that have begun. Nobody waits for the longest answer, and
     which weights draw a token depends on time, so no two runs are the same."""
-    rollout_tensor_model_parallel_size: Annotated[RankCount, _DRAWS] | None = None
+    rollout_tensor_model_parallel_size: Annotated[RankCount, "at least 1", _DRAWS] | None = None
     """Tensor-parallel ranks while answers are drawn; weights are handed over to this layout for each round of drawing. Unset, as are the
     next two: that of training, where weights stay in place."""
-    rollout_pipeline_model_parallel_size: Annotated[RankCount, _DRAWS] | None = None
+    rollout_pipeline_model_parallel_size: Annotated[RankCount, "at least 1", _DRAWS] | None = None
     """Pipeline ranks while answers are drawn. All ranks that are left are data-parallel ones, which draw answers to other prompts."""
-    rollout_expert_model_parallel_size: Annotated[RankCount, _DRAWS] | None = None
+    rollout_expert_model_parallel_size: Annotated[RankCount, "at least 1", _DRAWS] | None = None
     """Expert-parallel ranks while answers are drawn."""
     eval_prompts: tuple[FilePath, ...] = ()
     """Files of prompts that are answered and rewarded in evaluations, and not trained on."""

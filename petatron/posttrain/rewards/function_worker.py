@@ -8,8 +8,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import os
 import signal
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
@@ -40,6 +43,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # the run ends it, or the end of its input does
         signal.signal(number, signal.SIG_IGN)
     target, sys.stdout = sys.stdout, sys.stderr
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     try:
         function = load_function(*sys.argv[1:])
     except Exception as error:
@@ -48,6 +52,13 @@ def main() -> None:
     _write(target, {"ready": True})
     for line in sys.stdin:
         _write(target, result_of(function, json.loads(line)))
+
+
+def _end_with(parent: int) -> None:
+    """Ends this process soon after the one that started it, which may have been killed while a function runs."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os._exit(1)
 
 
 def _write(target: TextIO, value: dict[str, Any]) -> None:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,6 +14,7 @@ import pytest
 from petatron.base.errors import TrainError
 from petatron.posttrain.rewards.reward_spec import parse_rewards
 from petatron.posttrain.rewards.reward_sum import RewardSum
+from tests.load_deadline import scaled
 
 FUNCTION = """
 import os, time
@@ -76,3 +81,32 @@ def test_rules_about_texts():
     assert answers[0].reward == pytest.approx(2.1) and answers[1].reward == pytest.approx(0.01)
     assert answers[2].failure == "math: the line of the prompt has no 'answer'"
     assert answers[0].parts == {"math": 1.0, "0.1*contains:word": 1.0, "0.01*json": 0.0, "regex:.*[0-9]": 1.0}
+
+
+def test_a_function_that_runs_ends_with_the_run_that_was_killed(tmp_path: Path):
+    (tmp_path / "slow.py").write_text("import time\ndef reward(answer, record):\n    time.sleep(600)\n")
+    worker = [sys.executable, "-m", "petatron.posttrain.rewards.function_worker", str(tmp_path / "slow.py"), "reward"]
+    job = json.dumps({"answer": "", "record": {}}) + "\n"
+    code = (
+        "import subprocess, sys, time\n"
+        f"worker = subprocess.Popen({worker!r}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)\n"
+        f"worker.stdout.readline(); worker.stdin.write({job!r}); worker.stdin.flush()\n"
+        "print(worker.pid, flush=True); time.sleep(600)"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    pid = int(run.stdout.readline())
+    run.kill()
+    run.wait()
+    end = time.monotonic() + scaled(30)
+    while _runs(pid) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not _runs(pid)
+
+
+def _runs(pid: int) -> bool:
+    """Whether there is such a process; one that has ended, and that nobody has asked about, has no command line."""
+    try:
+        return bool(Path(f"/proc/{pid}/cmdline").read_bytes())
+    except OSError:
+        return False

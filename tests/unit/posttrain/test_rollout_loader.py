@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from dataclasses import replace
 from pathlib import Path
@@ -191,6 +192,11 @@ REFUSED = {
     "--objective-settings mask_tokens_above=0.5": "mask_tokens_above=0.5 is not above 1",
     "--objective-settings mask_answers_above=1": "mask_answers_above=1.0 is not above 1",
     "--advantage gae --model-type t5": "trains a critic, and --model-type t5 has no head for values",
+    "--objective-settings ratio=word": "ratio=word is no choice. Use one of token, sequence, product.",
+    "--objective-settings clip_hihg=1": "Did you mean clip_high?",
+    "--objective-settings unbiased_kl=no": "unbiased_kl=no is no choice. Use one of true, false.",
+    "--rollouts-per-prompt 0": "--rollouts-per-prompt 0 is below 1",
+    "--rollout-tp 0": "--rollout-tensor-model-parallel-size 0 is below 1",
     "--rollout-chat": "needs a chat template, and the tokenizer has none",
     "--rampup-batch-size 8 8 64": "changes how many answers a step has",
 }
@@ -212,6 +218,22 @@ def test_another_objective_cannot_learn_from_answers(prompts: Path):
     without = replace(run, rollout=replace(run.rollout, rollout_prompts=()))
     with pytest.raises(ConfigError, match="nothing is to be answered"):
         RolloutSource(check_start(replace(loaded, config=without)))
+
+
+def test_what_is_stored_of_a_teacher_is_not_of_answers(prompts: Path):
+    flags = f"--rollout-prompts {prompts} --objective-settings mix=0.5 stored=folder"
+    with pytest.raises(ConfigError, match=r"stored=folder is of the rows of files.*Give teacher=FOLDER"):
+        RolloutSource(check_start(load(flags, "distill")))
+
+
+def test_rewards_that_teach_nothing_are_told(prompts: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        learn(load(f"--rollout-prompts {prompts} --rewards regex:@@@"), steps=1)
+    assert "WARNING: iteration 1 learns nothing from rewards" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        learn(load(f"--rollout-prompts {prompts}"), steps=1)
+    assert "learns nothing" not in caplog.text
 
 
 def test_lines_that_are_no_prompts_are_named(tmp_path: Path):
