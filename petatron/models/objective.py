@@ -92,6 +92,9 @@ class Objective(ABC):
     0.5
     """
 
+    model_flags: ClassVar[str] = ""
+    """Flags that give a model the outputs, where it does not have them anyway."""
+
     def of_run(self, run: RunConfig) -> Objective:
         """Returns the objective with what it takes from other settings of a run."""
         return self
@@ -238,7 +241,8 @@ def model_objective(run: RunConfig, io: ModelIO) -> Objective:
         return replace(objective, losses=io.losses)
     if missing:
         rule = f"needs {', '.join(missing)} of the model, and --model-type {run.model.model_type} has {', '.join(io.outputs) or 'none'}"
-        problems.append(Problem(_FLAG, name, rule, "Choose another model, or leave it out."))
+        fix = f"Add {objective.model_flags}." if objective.model_flags else "Choose another model, or leave it out."
+        problems.append(Problem(_FLAG, name, rule, fix))
     if run.model.mtp_num_layers:
         rule = "replaces the loss of the next token, and those of --mtp-num-layers are others"
         problems.append(Problem(_FLAG, name, rule, "Leave one of them out."))

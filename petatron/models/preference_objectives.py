@@ -291,6 +291,7 @@ class KahnemanTverskyPreference(_WithReference):
 class PairwiseReward(Objective):
     """Trains the score of a task head (`--pooling last --num-labels 1`). centered: weight of the square of the sum of both scores."""
 
+    model_flags: ClassVar[str] = "--pooling last --num-labels 1"
     centered: float = 0.0
 
     @property

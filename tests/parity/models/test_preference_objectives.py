@@ -120,3 +120,9 @@ def test_settings_that_mean_nothing(name: str, settings: str):
     with pytest.raises(ConfigError) as refused:
         parse_objective(name, settings.split())
     assert REFUSED[name, settings] in str(refused.value)
+
+
+def test_a_score_needs_the_head_that_gives_it(folder: Path):
+    run = tiny_run(f"{_TEXT} --no-mock-data --data-path {folder}/pairs.jsonl --objective reward", dtype="float64")
+    with pytest.raises(ConfigError, match=r"needs label_logits of the model.*Add --pooling last --num-labels 1"):
+        TrainState.build_for_load(run, ParallelMesh.single())
