@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -216,13 +216,9 @@ class MaskedLanguage(DatasetKind):
     def _problems(self, seq_length: int) -> list[Problem]:
         problems = masking_problems(
             max_ngram=self.max_ngram,
-            ngram_lengths=self.ngram_lengths,
             longest_sentence=self.longest_sentence,
             mask_prob=self.mask_prob,
         )
-        if self.pair_label not in get_args(PairLabel):
-            known = " or ".join(get_args(PairLabel))
-            problems.append(Problem(SETTINGS_FLAG, f"pair_label={self.pair_label}", "is no label", f"Use {known}."))
         if self.packed and self.has_pairs:
             rule = "makes rows of documents, and not pairs of segments"
             problems.append(Problem(SETTINGS_FLAG, "packed=true", rule, "Add --bert-no-binary-head."))

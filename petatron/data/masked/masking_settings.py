@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from typing import get_args
-
 from petatron.base.errors import Problem
-from petatron.data.masked.mask_tokens import NgramLengths
 
 SETTINGS_FLAG = "--dataset-settings"
 
 
-def masking_problems(*, max_ngram: int, ngram_lengths: str, longest_sentence: int, mask_prob: float) -> list[Problem]:
+def masking_problems(*, max_ngram: int, longest_sentence: int, mask_prob: float) -> list[Problem]:
     """Returns every problem."""
     problems: list[Problem] = []
     for name, number in (("max_ngram", max_ngram), ("longest_sentence", longest_sentence)):
         if number < 1:
             problems.append(Problem(SETTINGS_FLAG, f"{name}={number}", "is below 1", "Give a count."))
-    if ngram_lengths not in get_args(NgramLengths):
-        known = ", ".join(get_args(NgramLengths))
-        rule = "is no distribution of lengths"
-        problems.append(Problem(SETTINGS_FLAG, f"ngram_lengths={ngram_lengths}", rule, f"Use one of {known}."))
     if not 0 < mask_prob < 1:
         problems.append(Problem("--mask-prob", str(mask_prob), "is not between 0 and 1", "Use 0.15."))
     return problems

@@ -264,7 +264,6 @@ class SpanCorruption(DatasetKind):
     def _problems(self, seq_length: int) -> list[Problem]:
         problems = masking_problems(
             max_ngram=self.max_ngram,
-            ngram_lengths=self.ngram_lengths,
             longest_sentence=self.longest_sentence,
             mask_prob=self.mask_prob,
         )

@@ -20,9 +20,9 @@ BERT = "--model-type bert --bert-no-binary-head"
             "bert",
             "ngram_lengths=long!",
             32,
-            "ngram_lengths=long! is no distribution of lengths. Use one of short, long, geometric.",
+            "ngram_lengths=long! is no choice. Use one of short, long, geometric.",
         ),
-        ("bert", "pair_label=other", 32, "pair_label=other is no label. Use sentence_order or random_next."),
+        ("bert", "pair_label=other", 32, "pair_label=other is no choice. Use one of sentence_order, random_next."),
         (
             "bert",
             "packed=true",
