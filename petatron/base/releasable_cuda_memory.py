@@ -100,7 +100,7 @@ class ReleasableCudaMemory:
         size = prod(shape) * dtype.itemsize
         assert self._used + size <= self._size.value, "the range is as large as what is put into it"
         start = self._address.value + self._used
-        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        self._used += aligned_bytes(shape, dtype)
         if not size:
             return torch.zeros(shape, dtype=dtype, device=self._device)
         return torch.as_tensor(_Bytes(start, size), device=self._device).view(dtype).view(shape)

@@ -29,10 +29,15 @@ def test_steps_and_their_parts_are_measured(tmp_path: Path, capsys):
 
 
 def test_problems_are_told_at_once():
-    flags = "--answers 1 --steps 1 --first-steps 1 --answer-tokens 100 --seq-length 64".split()
+    flags = "--answers 1 --steps 1 --first-steps 1 --answer-tokens 100 --seq-length 64 --vocab-size 500".split()
     with pytest.raises(ConfigError) as error:
         main(["posttrain", "grpo", "tiny-llama", "--device", "cpu", "--no-bf16", *flags])
-    for rule in ("--answers", "--steps", "shorter than a prompt with its answer, 164 tokens"):
+    for rule in (
+        "--answers",
+        "--steps",
+        "--vocab-size 500 is less than the 2,048 ids",
+        "shorter than a prompt with its answer, 164 tokens",
+    ):
         assert rule in str(error.value)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from typing import get_args
@@ -269,3 +270,30 @@ def test_layers_without_a_generation_state_are_refused():
 
     with pytest.raises(DataError, match="This model does not continue text: its gla layers have no state"):
         Engine(model_in("--model-type hybrid"))
+
+
+def test_an_answer_without_wanted_text_has_its_ids():
+    engine = Engine(exact_model(), ByteTokenizer(), EngineOptions(page_size=4))
+    plain = SamplingParams(max_new_tokens=6, temperature=0.0)
+    [[told]] = engine.complete([[5, 17]], plain)
+    [[silent]] = engine.complete([[5, 17]], replace(plain, wants_text=False))
+    assert told.text and silent.text == "" and silent.ids == told.ids
+    [[stopped]] = engine.complete([[5, 17]], replace(plain, wants_text=False, stop_strings=(told.text[1],)))
+    assert stopped.finish_reason == "stop" and stopped.stop == told.text[1] and len(stopped.ids) < len(told.ids)
+
+
+@pytest.mark.parametrize("releasable", [True, False])
+def test_an_engine_that_waited_reads_the_weights_of_now(releasable: bool):
+    model = model_in("--fp64")
+    options = EngineOptions(page_size=4, releasable_cache=releasable, copied_weights=False)
+    params = SamplingParams(max_new_tokens=6, temperature=0.9, seed=3)
+    engine = Engine(model, options=options)
+    engine.complete([[5, 17, 90, 3, 3]], params)
+    engine.pause()
+    with torch.no_grad():
+        for param in model.module.parameters():
+            param.mul_(1.5)
+    engine.resume()
+    [[answer]] = engine.complete([[5, 17, 90, 3, 3]], params)
+    [[fresh]] = Engine(model, options=options).complete([[5, 17, 90, 3, 3]], params)
+    assert answer.ids == fresh.ids and answer.cached_tokens == 0
