@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from petatron.base.errors import Problem
 
@@ -64,17 +63,7 @@ class ConversationSettings:
 
     def setting_problems(self) -> list[Problem]:
         """Returns every problem of the settings."""
-        choices: dict[str, Iterable[str]] = {
-            "train_on": get_args(TrainOn),
-            "reasoning": get_args(Reasoning),
-            "long_samples": get_args(LongConversations),
-            "on_error": get_args(OnError),
-        }
-        problems = [
-            Problem(SETTINGS_FLAG, f"{name}={getattr(self, name)}", "is no choice", f"Use one of {', '.join(allowed)}.")
-            for name, allowed in choices.items()
-            if getattr(self, name) not in allowed
-        ]
+        problems: list[Problem] = []
         if (rule := self._values_problem()) is not None:
             fix = 'Write a JSON object, as {"enable_thinking": false}.'
             problems.append(Problem(SETTINGS_FLAG, f"template_values={self.template_values}", rule, fix))
